@@ -1,0 +1,361 @@
+"""gMLP, a network without attention ("Pay Attention to MLPs", Liu et al. 2021, arXiv:2105.08050).
+
+    Z      = gelu(norm(X) U)            (B, n, d) -> (B, n, f)      each token alone
+    Z1, Z2 = split(Z)                   (B, n, f/2) each
+    S      = Z1 * (W norm(Z2) + b)      W (n, n), b (n,)            the only place where tokens meet
+    Y      = X + S V                    (B, n, f/2) -> (B, n, d)
+
+B batch, n tokens (at most seq_len), d = d_model, f = d_ffn (the width before the split), V vocabulary,
+h heads of c = f/2h channels. W starts near 0 and b at 1: at first every token passes alone (S = Z1),
+then training finds out who should listen to whom. A causal model keeps W's lower triangle.
+
+The gate costs n^2 * f/2 multiply-adds a layer: quadratic in n like attention, with a smaller constant.
+
+Options beyond the paper: `n_heads` gives each group of channels a W of its own; `toeplitz` lets W[i, j]
+depend on i - j alone, and b on the head alone (the paper saw W become so on text, and constrained it so
+in some experiments); a cache for generation. Copy this file alone: it imports torch and nothing else.
+"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class SpatialGatingUnit(nn.Module):
+    """S = Z1 * (W norm(Z2) + b) (paper, section 2.1).
+
+    seq_len is the largest n, or a grid (rows, columns) of which the n tokens are a prefix in raster
+    order. toeplitz: the parameter W holds one number per offset i - j; on a line of tokens (not on a
+    grid) n is then unbounded, and offsets of seq_len or more weigh nothing.
+    W is drawn from U(-init_eps / seq_len, init_eps / seq_len), which keeps the gate near 1 for any n.
+    """
+
+    def __init__(self, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1, init_eps=1e-3):
+        super().__init__()
+        if d_ffn % (2 * n_heads):
+            raise ValueError(f"d_ffn = {d_ffn} is no multiple of 2 * n_heads = {2 * n_heads}")
+        self.grid = seq_len if isinstance(seq_len, (tuple, list)) else None
+        self.seq_len = n = self.grid[0] * self.grid[1] if self.grid else seq_len
+        self.causal, self.toeplitz, self.n_heads = causal, toeplitz, n_heads
+        self.norm = nn.LayerNorm(d_ffn // 2)
+        if not toeplitz:
+            shape = (n_heads, n, n)
+        elif self.grid:
+            shape = (n_heads, (2 * self.grid[0] - 1) * (2 * self.grid[1] - 1))
+        else:
+            shape = (n_heads, n if causal else 2 * n - 1)
+        self.W = nn.Parameter(torch.empty(shape).uniform_(-init_eps / n, init_eps / n))
+        self.b = nn.Parameter(torch.ones(n_heads, 1 if toeplitz else n))
+
+    def forward(self, z, mask=None, gate_residual=None, cache=None):
+        """z (B, n, f) -> (B, n, f/2).
+
+        mask, boolean (n, n) or (B, n, n): row i may look at column j. gate_residual (B, n, f/2) is
+        added to the gate. cache, a dict: z are the tokens that follow the ones it remembers.
+        """
+        check_mask(mask, z, cache)
+        z1, z2 = z.chunk(2, dim=-1)  # (B, n, f/2) each
+        z2 = remember(cache, "z2", self.norm(z2), self.seq_len - 1 if self.toeplitz else None)
+        total, past = z2.shape[1], z2.shape[1] - z1.shape[1]  # past tokens: 0 without a cache
+        W = self.matrix(total, past)  # (h, n, total)
+        b = self.b if self.toeplitz else self.b[:, past:total]  # (h, 1) or (h, n)
+        if mask is not None:
+            W = W * mask.unsqueeze(-3)  # (h, n, n) or (B, h, n, n)
+        z2 = z2.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # (B, h, total, c)
+        gate = W @ z2 + b.unsqueeze(-1)  # (B, h, n, c)
+        gate = gate.transpose(1, 2).flatten(2)  # (B, n, f/2)
+        if gate_residual is not None:
+            gate = gate + gate_residual
+        return z1 * gate
+
+    def matrix(self, n=None, first_row=0):
+        """W as it is applied to n tokens (default seq_len), from row first_row on: (h, n - first_row, n)."""
+        n = self.seq_len if n is None else n
+        unbounded = self.toeplitz and not self.grid
+        if n < 1 or n > self.seq_len and not unbounded:
+            raise ValueError(f"got {n} tokens, the gate takes 1 to seq_len = {self.seq_len}")
+        if unbounded:
+            return toeplitz_1d(self.W, n, self.seq_len, self.causal, first_row)
+        W = toeplitz_2d(self.W, *self.grid) if self.toeplitz else self.W  # (h, seq_len, seq_len)
+        W = W[:, first_row:n, :n]
+        return W.tril(first_row) if self.causal else W
+
+
+class GMLPBlock(nn.Module):
+    """X + (Z1 * gate) V (paper, figure 1). d_attn adds tiny attention to the gate: aMLP (section 4.3).
+
+    dropout acts on what the block adds, element by element; drop_path drops it for whole samples.
+    """
+
+    def __init__(self, d_model, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1, d_attn=None,
+                 dropout=0.0, drop_path=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.proj_in = nn.Linear(d_model, d_ffn)  # U
+        self.sgu = SpatialGatingUnit(d_ffn, seq_len, causal=causal, toeplitz=toeplitz, n_heads=n_heads)
+        self.proj_out = nn.Linear(d_ffn // 2, d_model)  # V
+        self.dropout = nn.Dropout(dropout)
+        self.drop_path = DropPath(drop_path)
+        self.attn = None
+        if d_attn is not None:
+            window = seq_len if toeplitz and not self.sgu.grid else None
+            self.attn = TinyAttention(d_model, d_ffn // 2, d_attn, causal=causal, window=window)
+
+    def forward(self, x, mask=None, cache=None):
+        """x (B, n, d) -> (B, n, d); mask and cache as in SpatialGatingUnit."""
+        normed = self.norm(x)
+        z = F.gelu(self.proj_in(normed))  # (B, n, f)
+        attended = None if self.attn is None else self.attn(normed, mask, cache)  # (B, n, f/2)
+        s = self.sgu(z, mask, attended, cache)  # (B, n, f/2)
+        return x + self.drop_path(self.dropout(self.proj_out(s)))  # (B, n, d)
+
+
+def toeplitz_1d(w, n, seq_len, causal, first_row):
+    """w (h, seq_len) or (h, 2 seq_len - 1), by rising offset i - j -> rows first_row to n of (h, n, n).
+
+    Padding and unfold rather than an index, whose backward adds up in no fixed order on several threads.
+    """
+    w = F.pad(w, (n - 1 if causal else n - seq_len, n - seq_len))  # (h, 2n - 1): offsets 1 - n to n - 1
+    return w.unfold(-1, n, 1)[:, first_row:].flip(-1)  # (h, n - first_row, n)
+
+
+def toeplitz_2d(w, rows, columns):
+    """w (h, (2 rows - 1) (2 columns - 1)), by rising offset of row and column -> (h, rc, rc)."""
+    w = w.unflatten(-1, (2 * rows - 1, 2 * columns - 1))
+    W = w.unfold(1, rows, 1).unfold(2, columns, 1).flip(-2, -1)  # (h, rows, columns, rows, columns)
+    return W.flatten(3).flatten(1, 2)  # (h, rc, rc)
+
+
+def remember(cache, name, rows, keep):
+    """Put rows (B, n, c) behind the past ones (B, m, c) of the cache, and keep the last `keep` of all
+    (None: all of them). Returns (B, m + n, c); without a cache, rows."""
+    if cache is None:
+        return rows
+    if name in cache:
+        rows = torch.cat([cache[name], rows], dim=1)  # (B, m + n, c)
+    cache[name] = rows if keep is None else rows[:, max(0, rows.shape[1] - keep):]
+    return rows
+
+
+def check_mask(mask, x, cache):
+    """ValueError unless mask is None or says for x (B, n, ...) who may look at whom."""
+    if mask is None:
+        return
+    B, n = x.shape[:2]
+    if mask.dtype != torch.bool or mask.shape not in ((n, n), (B, n, n)):
+        raise ValueError(f"mask must be boolean of shape {(n, n)} or {(B, n, n)}, "
+                         f"got {mask.dtype} of shape {tuple(mask.shape)}")
+    if cache is not None:
+        raise ValueError("mask and cache exclude each other: a cached model looks at all of the past")
+
+
+class TinyAttention(nn.Module):
+    """One small attention head (paper, section 4.3), to be added to the gate.
+
+    causal: row i sees columns j <= i. window: |i - j| < window, the band of a Toeplitz gate.
+    """
+
+    def __init__(self, d_in, d_out, d_attn=64, *, causal=False, window=None):
+        super().__init__()
+        self.causal, self.window, self.d_attn = causal, window, d_attn
+        self.qkv = nn.Linear(d_in, 3 * d_attn, bias=False)
+        self.out = nn.Linear(d_attn, d_out)
+
+    def forward(self, x, mask=None, cache=None):
+        """x (B, n, d_in) -> (B, n, d_out); mask and cache as in SpatialGatingUnit.
+
+        A row that may look at nothing gets zero attention.
+        """
+        check_mask(mask, x, cache)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, n, d_attn) each
+        keep = None if self.window is None else self.window - 1
+        k, v = remember(cache, "k", k, keep), remember(cache, "v", v, keep)  # (B, total, d_attn) each
+        n, total = q.shape[1], k.shape[1]
+        columns = torch.arange(total, device=x.device)
+        offsets = columns[total - n:, None] - columns  # (n, total): i - j
+        visible = offsets < (total if self.window is None else self.window)
+        visible &= offsets >= 0 if self.causal else offsets > -(self.window or total)
+        if mask is not None:
+            visible = visible & mask
+        blind = ~visible.any(dim=-1, keepdim=True)  # (n, 1) or (B, n, 1): softmax would give NaN
+        scores = q @ k.mT * self.d_attn**-0.5  # (B, n, total)
+        scores = scores.masked_fill(~(visible | blind), float("-inf"))
+        weights = scores.softmax(dim=-1).masked_fill(blind, 0.0)
+        return self.out(weights @ v)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training each sample of the batch loses
+    what a block adds with probability p; the others get it divided by 1 - p, so the mean stays."""
+
+    def __init__(self, p):
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"drop path p = {p} is no probability")
+        self.p = p
+
+    def forward(self, x):
+        """x (B, ...) -> (B, ...)."""
+        if not self.training or self.p == 0:
+            return x
+        if self.p == 1:
+            return torch.zeros_like(x)
+        keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
+        return x * keep / (1 - self.p)
+
+
+class GMLP(nn.Module):
+    """The trunk: n_layers blocks, then LayerNorm. DropPath grows from 0 to drop_path over the depth."""
+
+    def __init__(self, n_layers, d_model, d_ffn, seq_len, *, drop_path=0.0, **block_options):
+        super().__init__()
+        rates = [drop_path * i / max(1, n_layers - 1) for i in range(n_layers)]
+        self.blocks = nn.ModuleList(
+            GMLPBlock(d_model, d_ffn, seq_len, drop_path=rate, **block_options) for rate in rates)
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x, mask=None, caches=None):
+        """x (B, n, d) -> (B, n, d); caches holds one dict per block."""
+        for i, block in enumerate(self.blocks):
+            x = block(x, mask, None if caches is None else caches[i])
+        return self.norm(x)
+
+
+class Cache:
+    """What a language model remembers while it writes: the number of tokens so far, and for each block
+    the rows of norm(Z2), and of k and v with tiny attention, that later tokens can still see."""
+
+    def __init__(self, n_layers):
+        self.length = 0
+        self.blocks = [{} for _ in range(n_layers)]
+
+
+class GMLPLanguageModel(nn.Module):
+    """Token ids to logits of the next token (causal) or of a masked one (causal=False).
+
+    positions: None (W tells places apart), "learned", or "sinusoidal" (Vaswani et al. 2017, section 3.5).
+    Takes 1 to seq_len tokens; any number with toeplitz=True unless positions are learned.
+    """
+
+    def __init__(self, vocab_size, seq_len, d_model, d_ffn, n_layers, *, causal=True, positions=None,
+                 toeplitz=False, **block_options):
+        super().__init__()
+        if positions not in (None, "learned", "sinusoidal"):
+            raise ValueError(f'positions = {positions!r} is none of None, "learned", "sinusoidal"')
+        self.seq_len, self.causal, self.positions = seq_len, causal, positions
+        self.unbounded = toeplitz and positions != "learned"
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        if positions == "learned":
+            self.position_embedding = nn.Embedding(seq_len, d_model)
+            nn.init.normal_(self.position_embedding.weight, std=0.02)
+        self.trunk = GMLP(n_layers, d_model, d_ffn, seq_len, causal=causal, toeplitz=toeplitz, **block_options)
+        self.head = nn.Linear(d_model, vocab_size)
+
+    def forward(self, ids, mask=None, cache=None, start=0):
+        """ids (B, n) -> logits (B, n, V). mask as in SpatialGatingUnit.
+
+        cache, from new_cache(): ids are the next n tokens of each row, and join it. Without one, start is
+        the place of the first token, which matters to positions alone. ValueError for a wrong length.
+        """
+        start, n = cache.length if cache is not None else start, ids.shape[1]
+        if n < 1 or start + n > self.seq_len and not self.unbounded:
+            raise ValueError(f"got {start + n} tokens, the model takes 1 to seq_len = {self.seq_len}")
+        if cache is not None and not self.causal:
+            raise ValueError("a cache needs causal=True: in this model earlier tokens see later ones")
+        x = self.embedding(ids)  # (B, n, d)
+        if self.positions is not None:
+            places = torch.arange(start, start + n, device=ids.device)
+            if self.positions == "learned":
+                x = x + self.position_embedding(places)
+            else:
+                x = x * x.shape[-1] ** 0.5 + sinusoids(places, x.shape[-1])
+        x = self.trunk(x, mask, cache and cache.blocks)  # (B, n, d)
+        if cache is not None:
+            cache.length += n
+        return self.head(x)  # (B, n, V)
+
+    def new_cache(self):
+        """An empty memory for forward: the past of a causal model that is fed piece by piece."""
+        return Cache(len(self.trunk.blocks))
+
+    @torch.no_grad()
+    def generate(self, ids, max_new_tokens, *, temperature=1.0, top_k=None, use_cache=True, generator=None):
+        """ids (B, n), n >= 1 -> (B, n + max_new_tokens): ids, then what the model writes.
+
+        temperature 0 takes the likeliest token; top_k samples among the k likeliest; generator is the CPU
+        torch.Generator to draw from. An unbounded model sees all of the text that reaches it through its
+        layers. Any other sees a window: the last seq_len tokens of ids at first; when it is full, half of
+        it is left behind. use_cache=False computes the same, slower.
+        """
+        if not self.causal:
+            raise ValueError("generate needs causal=True")
+        if ids.shape[1] < 1 or max_new_tokens < 0 or temperature < 0 or top_k is not None and top_k < 1:
+            raise ValueError(f"generate takes a prompt of 1 token or more, max_new_tokens >= 0, temperature >= 0 "
+                             f"and top_k >= 1, got a prompt of {ids.shape[1]}, {max_new_tokens}, "
+                             f"{temperature} and {top_k}")
+        was_training = self.training
+        self.eval()
+        start = 0 if self.unbounded else max(0, ids.shape[1] - self.seq_len)  # of the window, in ids
+        fed, cache = start, self.new_cache()  # ids[:, start:fed] are in the cache
+        reach = len(self.trunk.blocks) * (self.seq_len - 1) + 1  # tokens that an unbounded model's output sees
+        for _ in range(max_new_tokens):
+            n = ids.shape[1]
+            if not self.unbounded and n - start > self.seq_len:
+                start = n - max(1, self.seq_len // 2)
+                fed, cache = start, self.new_cache()
+            if use_cache:
+                for piece in ids[:, fed:].split(self.seq_len, dim=1):  # several only for a long prompt
+                    logits = self(piece, cache=cache)  # (B, n of the piece, V)
+                fed = n
+            elif self.unbounded:
+                logits = self(ids[:, -reach:], start=max(0, n - reach))
+            else:
+                logits = self(ids[:, start:])
+            chosen = sample(logits[:, -1], temperature, top_k, generator)  # (B, 1)
+            ids = torch.cat([ids, chosen.to(ids)], dim=1)
+        self.train(was_training)
+        return ids
+
+
+def sinusoids(places, d_model):
+    """places (n,) -> (n, d): sines in even channels, cosines in odd ones, wavelengths 2 pi to 10,000 * 2 pi."""
+    rates = 10_000.0 ** (-torch.arange(0, d_model, 2, device=places.device) / d_model)  # (d/2,)
+    angles = places[:, None] * rates  # (n, d/2)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]  # (n, d)
+
+
+def sample(logits, temperature, top_k, generator):
+    """logits (B, V) -> ids (B, 1), drawn on the CPU: the same draw whatever device made the logits."""
+    logits = logits.float().cpu()
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+class GMLPImageClassifier(nn.Module):
+    """Images cut into patches, each patch a token (paper, section 3). Sizes are int or (height, width)."""
+
+    def __init__(self, image_size, patch_size, n_classes, d_model, d_ffn, n_layers, *, in_channels=3,
+                 toeplitz=False, **block_options):
+        super().__init__()
+        (height, width), (p1, p2) = ((s, s) if isinstance(s, int) else s for s in (image_size, patch_size))
+        if height % p1 or width % p2:
+            raise ValueError(f"image {height} x {width} is no multiple of patch {p1} x {p2}")
+        self.patches = nn.Conv2d(in_channels, d_model, (p1, p2), stride=(p1, p2))
+        self.trunk = GMLP(n_layers, d_model, d_ffn, (height // p1, width // p2), toeplitz=toeplitz, **block_options)
+        self.head = nn.Linear(d_model, n_classes)
+
+    def forward(self, images):
+        """images (B, in_channels, height, width) -> logits (B, n_classes)."""
+        x = self.patches(images).flatten(2).mT  # (B, n, d)
+        return self.head(self.trunk(x).mean(dim=1))
+
+
+# Table 1 of the paper; 224-pixel images of 1,000 classes make 5.9, 19.4 and 73.1 million parameters.
+GMLP_SIZES = {
+    "Ti": dict(patch_size=16, d_model=128, d_ffn=768, n_layers=30),
+    "S": dict(patch_size=16, d_model=256, d_ffn=1536, n_layers=30),
+    "B": dict(patch_size=16, d_model=512, d_ffn=3072, n_layers=30),
+}
