@@ -197,10 +197,8 @@ class DropPath(nn.Module):
         """x (B, ...) -> (B, ...)."""
         if not self.training or self.p == 0:
             return x
-        if self.p == 1:
-            return torch.zeros_like(x)
-        keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
-        return x * keep / (1 - self.p)
+        kept = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
+        return x * (kept / (1 - self.p) if self.p < 1 else kept)
 
 
 class GMLP(nn.Module):

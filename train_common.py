@@ -207,8 +207,9 @@ def autocast(s):
 def compile_in_place(model, s):
     """torch.compile without a wrapper, so that the names in the state dict stay. Without a compiler one
     line says so."""
+    new = time.time_ns() % 1_000_000  # a constant that no earlier run has left in the compiler's cache
     try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=s.device))
+        torch.compile(lambda x: x.sin() + new)(torch.ones(8, device=s.device))
     except Exception as error:  # whatever the machine's compiler and torch's compile stack may raise
         return print(f"not compiled: {str(error).strip().splitlines()[0]}")
     model.compile()
@@ -393,27 +394,27 @@ class Interrupt:
 
 
 class Clock:
-    """Seconds of training; those inside paused() are counted apart, as .paused_seconds."""
+    """Seconds of training. It stands still inside paused(), whose seconds are counted apart."""
 
     def __init__(self, device):
         self.device = torch.device(device)
         self.resume(0.0, 0.0)
 
     def resume(self, seconds, paused_seconds):
-        self.start, self.paused_seconds = time.perf_counter() - seconds, paused_seconds
+        self.before, self.paused_seconds, self.since = seconds, paused_seconds, time.perf_counter()
 
     @property
     def seconds(self):
-        return time.perf_counter() - self.start
+        return self.before + (time.perf_counter() - self.since if self.since else 0.0)
 
     @contextlib.contextmanager
     def paused(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        begin = time.perf_counter()
+        self.before, self.since, begin = self.seconds, None, time.perf_counter()
         yield
-        self.start += time.perf_counter() - begin
-        self.paused_seconds += time.perf_counter() - begin
+        self.since = time.perf_counter()
+        self.paused_seconds += self.since - begin
 
 
 class Progress:
@@ -487,16 +488,16 @@ def draw_curve(out_dir, ylabel):
 
 
 def draw_spatial(matrices, path):
-    """The gate's W of each layer, (h, n, n) a layer, as a picture: a row a layer, a column a head. Red adds, blue
+    """The gate's W of each layer, (h, n, n) a layer, as a picture: a column a layer, a row a head. Red adds, blue
     subtracts, white is zero; each W is scaled to its largest entry, by square roots so that small ones show."""
     from torchvision.utils import save_image
-    W = torch.cat(matrices).detach().float().cpu()  # (layers * h, n, n)
+    W = torch.stack(matrices, dim=1).flatten(0, 1).detach().float().cpu()  # (h * layers, n, n)
     W = W / W.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-12)
     W = W.sign() * W.abs().sqrt()
-    colours = torch.stack([1 + W.clamp(max=0), 1 - W.abs(), 1 - W.clamp(min=0)], dim=1)  # (layers * h, 3, n, n)
+    colours = torch.stack([1 + W.clamp(max=0), 1 - W.abs(), 1 - W.clamp(min=0)], dim=1)  # (h * layers, 3, n, n)
     colours = nn.functional.interpolate(colours, scale_factor=max(1, 256 // W.shape[-1]))
     buffer = io.BytesIO()
-    save_image(colours, buffer, nrow=len(matrices[0]), padding=8, pad_value=0.6, format="png")
+    save_image(colours, buffer, nrow=len(matrices), padding=8, pad_value=0.6, format="png")
     write_file(path, buffer.getvalue())
 
 

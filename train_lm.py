@@ -191,6 +191,7 @@ def main(argv=None):
             raise SystemExit(128 + interrupt.number)
 
     # --------------------------------------------------------------------------------- result
+    train_seconds = clock.seconds
     sample = write(model, vocabulary, s)
     print(f"\n{sample}\n")
     common.draw_curve(out_dir, "nats per character")
@@ -198,9 +199,9 @@ def main(argv=None):
     result = common.write_result(
         s, argv, "train_lm.py", params=params, data=text_name,
         data_sha256=hashlib.sha256(text.encode("utf-8")).hexdigest(), iters=step,
-        tokens=step * s.batch_size * s.seq_len, train_seconds=clock.seconds, eval_seconds=clock.paused_seconds,
+        tokens=step * s.batch_size * s.seq_len, train_seconds=train_seconds, eval_seconds=clock.paused_seconds,
         val_loss=val_loss, best_val_loss=best, sample=sample)
-    print(f"validation loss {val_loss:.4f} nats per character after {clock.seconds:.0f} s of training, all in {out_dir}")
+    print(f"validation loss {val_loss:.4f} nats per character after {train_seconds:.0f} s of training, all in {out_dir}")
     return result
 
 

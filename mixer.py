@@ -1,0 +1,396 @@
+"""MLP-Mixer, perceptrons in the place of attention (Tolstikhin et al. 2021, arXiv:2105.01601).
+
+    Y = X + T(norm(X)^T)^T        T: Linear(n, t), GELU, Linear(t, n)   tokens meet, channels do not
+    Z = Y + C(norm(Y))            C: Linear(d, f), GELU, Linear(f, d)   each token alone
+
+B batch, n tokens, d = d_model, t = d_token (d/2), f = d_ff (4d in the paper), V vocabulary;
+X, Y, Z (B, n, d). T's price: n is fixed, and every token sees every other. T's cost, 2 n * t * d
+multiply-adds a layer, is linear in n where attention is quadratic, while t does not grow with n.
+
+A Transformer's layer differs in its first line alone, and SelfAttention is called as MLPMixer is.
+Swapping one for the other is one argument:
+
+    EncoderLayer(d, MLPMixer(FeedForward(n, t)), FeedForward(d, f))     # MLP-Mixer
+    EncoderLayer(d, SelfAttention(d, n_heads),   FeedForward(d, f))     # Transformer
+
+Beyond the paper: a T that never looks ahead (CausalTokenMLP), texts shorter than n (PaddedMixer),
+positions, dropout, and replace_attention for other people's models. Unlike the paper's code: exact
+GELU, and a head that does not start at zero. Copy this file alone: it imports nothing but torch.
+"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class FeedForward(nn.Module):
+    """Linear-GELU-Linear over the last axis: T if that counts tokens, C if it counts channels."""
+
+    def __init__(self, d_in, d_hidden, *, dropout=0.0):
+        super().__init__()
+        self.fc1 = nn.Linear(d_in, d_hidden)
+        self.fc2 = nn.Linear(d_hidden, d_in)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        """x (..., d_in) -> (..., d_in)."""
+        return self.fc2(self.dropout(F.gelu(self.fc1(x))))
+
+
+class MLPMixer(nn.Module):
+    """T(X^T)^T: any mlp, applied over the tokens and called like self-attention (paper, section 2).
+
+    It takes exactly the n of its mlp: the in_features of the mlp's first nn.Linear. Fewer tokens
+    are for CausalTokenMLP and PaddedMixer.
+    """
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+        first = next((m for m in mlp.modules() if isinstance(m, nn.Linear)), None)
+        self.n_tokens = None if first is None else first.in_features  # None: the mlp knows itself
+
+    def forward(self, query, key, value, mask=None):
+        """query (B, n, d) -> (B, n, d). ValueError for another key or value, a mask, a wrong n."""
+        if key is not query or value is not query or mask is not None:
+            raise ValueError("a Mixer mixes all tokens of query: it takes no other key, other value or "
+                             "mask; the causal variant is MLPMixer(CausalTokenMLP(seq_len))")
+        return self.mix(query)
+
+    def mix(self, x):
+        """x (B, n, d) -> (B, n, d)."""
+        n = x.shape[-2]
+        if self.n_tokens not in (None, n) and not isinstance(self.mlp, CausalTokenMLP):
+            raise ValueError(f"got n = {n} tokens, the Mixer takes exactly {self.n_tokens}")
+        return self.mlp(x.mT).mT  # (B, d, n) inside
+
+
+class EncoderLayer(nn.Module):
+    """X + token_mixer(norm(X)), then Y + feed_forward(norm(Y)): a layer of a Mixer or Transformer.
+
+    dropout acts on what either adds, element by element; drop_path drops it for whole samples.
+    """
+
+    def __init__(self, d_model, token_mixer, feed_forward, *, dropout=0.0, drop_path=0.0):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(d_model)
+        self.token_mixer = token_mixer
+        self.norm2 = nn.LayerNorm(d_model)
+        self.feed_forward = feed_forward
+        self.dropout = nn.Dropout(dropout)
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x, mask=None):
+        """x (B, n, d) -> (B, n, d); mask as in SelfAttention, refused by a Mixer."""
+        h = self.norm1(x)
+        x = x + self.drop_path(self.dropout(self.token_mixer(h, h, h, mask)))
+        return x + self.drop_path(self.dropout(self.feed_forward(self.norm2(x))))
+
+
+class SelfAttention(nn.Module):
+    """What a Mixer replaces: softmax(Q K^T / sqrt(c)) V, in h heads of c = d/h channels.
+
+    Vaswani et al. 2017 (arXiv:1706.03762), section 3.2. dropout acts on the attention weights.
+    """
+
+    def __init__(self, d_model, n_heads, *, causal=False, dropout=0.0):
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(f"d_model = {d_model} is no multiple of n_heads = {n_heads}")
+        self.n_heads, self.causal = n_heads, causal
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, query, key, value, mask=None):
+        """query (B, n, d) -> (B, n, d), any n. ValueError for another key or value.
+
+        mask, boolean (n, n) or (B, n, n): row i may look at column j. A row that may look at
+        nothing gets zero attention.
+        """
+        if key is not query or value is not query:
+            raise ValueError("SelfAttention takes query again as key and as value")
+        B, n = query.shape[:2]
+        if mask is not None and (mask.dtype != torch.bool or mask.shape not in ((n, n), (B, n, n))):
+            raise ValueError(f"mask must be boolean of shape {(n, n)} or {(B, n, n)}, "
+                             f"got {mask.dtype} of shape {tuple(mask.shape)}")
+        qkv = self.qkv(query).unflatten(-1, (3, self.n_heads, -1))  # (B, n, 3, h, c)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, h, n, c) each
+        if query.is_cuda and mask is None:  # the best kernel there; slow on CPUs for small heads
+            p = self.dropout.p if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
+        else:
+            visible = torch.ones(n, n, dtype=torch.bool, device=query.device)
+            visible = visible.tril() if self.causal else visible
+            if mask is not None:
+                visible = visible & mask.unsqueeze(-3)  # (1, n, n) or (B, 1, n, n)
+            blind = ~visible.any(dim=-1, keepdim=True)  # (..., n, 1): softmax would give NaN
+            hidden = ~(visible | blind)
+            bias = q.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))
+            scores = q * q.shape[-1] ** -0.5 @ k.mT + bias  # (B, h, n, n)
+            weights = self.dropout(scores.softmax(dim=-1))
+            y = (weights @ v).masked_fill(blind, 0.0)  # (B, h, n, c)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, n, d)
+
+
+class CausalTokenMLP(nn.Module):
+    """A T for MLPMixer that never looks ahead: output i depends on inputs j <= i alone.
+
+    As in MADE (Germain et al. 2015, arXiv:1502.03509) each hidden unit belongs to a position:
+    position j owns k = hidden_per_token of them. They read the tokens up to j, and output i reads
+    the units of the positions up to i. So k * seq_len * (seq_len + 1) / 2 numbers of each weight
+    count, the rest is multiplied by 0. n < seq_len tokens use the upper left corner of both.
+    """
+
+    def __init__(self, seq_len, hidden_per_token=2):
+        super().__init__()
+        self.seq_len, self.hidden_per_token = seq_len, hidden_per_token
+        self.fc1 = nn.Linear(seq_len, seq_len * hidden_per_token)
+        self.fc2 = nn.Linear(seq_len * hidden_per_token, seq_len)
+
+    def forward(self, x):
+        """x (..., n) -> (..., n), 1 <= n <= seq_len: else ValueError."""
+        n, k = x.shape[-1], self.hidden_per_token
+        if not 1 <= n <= self.seq_len:
+            raise ValueError(f"got {n} tokens, CausalTokenMLP takes 1 to seq_len = {self.seq_len}")
+        past = torch.ones_like(self.fc1.weight[:n, :n]).tril()  # (n, n): 1 where i may look at j
+        w1 = self.fc1.weight[:n * k, :n] * past.repeat_interleave(k, dim=0)  # (nk, n)
+        w2 = self.fc2.weight[:n, :n * k] * past.repeat_interleave(k, dim=1)  # (n, nk)
+        hidden = F.gelu(F.linear(x, w1, self.fc1.bias[:n * k]))  # (..., nk)
+        return F.linear(hidden, w2, self.fc2.bias[:n])  # (..., n)
+
+
+class PaddedMixer(MLPMixer):
+    """An MLPMixer for 1 <= n <= n_tokens: zeros stand for the missing tokens, on the right."""
+
+    def mix(self, x):
+        """x (B, n, d) -> (B, n, d)."""
+        n = x.shape[-2]
+        x = F.pad(x, (0, 0, 0, max(0, self.n_tokens - n)))  # (B, n_tokens, d)
+        return super().mix(x)[:, :n]  # (B, n, d)
+
+
+class DropPath(nn.Module):
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training each sample of the batch loses
+    what a block adds with probability p; the others get it divided by 1 - p, so the mean stays."""
+
+    def __init__(self, p):
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"drop path p = {p} is no probability")
+        self.p = p
+
+    def forward(self, x):
+        """x (B, ...) -> (B, ...)."""
+        if not self.training or self.p == 0:
+            return x
+        if self.p == 1:
+            return torch.zeros_like(x)
+        keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
+        return x * keep / (1 - self.p)
+
+
+class Encoder(nn.Module):
+    """The trunk: positions, layers, LayerNorm. DropPath grows from 0 to drop_path over the depth.
+
+    token_mixer: "mixer" or "attention". d_token: t, by default d/2; in a causal Mixer 2 seq_len, or
+    the given t rounded up to a multiple of seq_len. positions: None, "learned", or "sinusoidal"
+    (Vaswani et al. 2017, section 3.5).
+    """
+
+    def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", d_token=None,
+                 n_heads=8, causal=False, positions=None, dropout=0.0, drop_path=0.0):
+        super().__init__()
+        if token_mixer not in ("mixer", "attention"):
+            raise ValueError(f'token_mixer = {token_mixer!r} is none of "mixer", "attention"')
+        if positions not in (None, "learned", "sinusoidal"):
+            raise ValueError(f'positions = {positions!r} is none of None, "learned", "sinusoidal"')
+
+        def new_token_mixer():
+            if token_mixer == "attention":
+                return SelfAttention(d_model, n_heads, causal=causal, dropout=dropout)
+            if causal:
+                return PaddedMixer(CausalTokenMLP(seq_len, -(-(d_token or 2 * seq_len) // seq_len)))
+            return PaddedMixer(FeedForward(seq_len, d_token or d_model // 2, dropout=dropout))
+
+        self.positions = positions
+        if positions == "learned":
+            self.position_embedding = nn.Embedding(seq_len, d_model)
+            nn.init.normal_(self.position_embedding.weight, std=0.02)
+        rates = [drop_path * i / max(1, n_layers - 1) for i in range(n_layers)]
+        self.blocks = nn.ModuleList(
+            EncoderLayer(d_model, new_token_mixer(), FeedForward(d_model, d_ff, dropout=dropout),
+                         dropout=dropout, drop_path=rate) for rate in rates)
+        self.norm = nn.LayerNorm(d_model)
+
+    def forward(self, x, mask=None):
+        """x (B, n, d) -> (B, n, d); mask as in SelfAttention."""
+        places = torch.arange(x.shape[1], device=x.device)
+        if self.positions == "learned":
+            x = x + self.position_embedding(places)
+        elif self.positions == "sinusoidal":
+            x = x * x.shape[-1] ** 0.5 + sinusoids(places, x.shape[-1])
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x)
+
+
+def sinusoids(places, d_model):
+    """places (n,) -> (n, d): sines in even channels, cosines in odd ones, wavelengths from 2 pi to
+    10,000 * 2 pi."""
+    rates = 10_000.0 ** (-torch.arange(0, d_model, 2, device=places.device) / d_model)  # (d/2,)
+    angles = places[:, None] * rates  # (n, d/2)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]  # (n, d)
+
+
+class EncoderLanguageModel(nn.Module):
+    """Token ids to logits of the next token (causal) or of a masked one (causal=False).
+
+    Takes 1 to seq_len tokens, with either token mixer. encoder_options: see Encoder.
+    """
+
+    def __init__(self, vocab_size, seq_len, d_model, d_ff, n_layers, *, causal=False,
+                 **encoder_options):
+        super().__init__()
+        self.seq_len, self.causal = seq_len, causal
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.trunk = Encoder(n_layers, d_model, d_ff, seq_len, causal=causal, **encoder_options)
+        self.head = nn.Linear(d_model, vocab_size)
+
+    def forward(self, ids, mask=None):
+        """ids (B, n) -> logits (B, n, V); mask as in SelfAttention. ValueError for a wrong n."""
+        n = ids.shape[1]
+        if not 1 <= n <= self.seq_len:
+            raise ValueError(f"got {n} tokens, the model takes 1 to seq_len = {self.seq_len}")
+        return self.head(self.trunk(self.embedding(ids), mask))
+
+    @torch.no_grad()
+    def generate(self, ids, max_new_tokens, *, temperature=1.0, top_k=None, generator=None):
+        """ids (B, n), n >= 1 -> (B, n + max_new_tokens): ids, then what the model writes.
+
+        temperature 0 takes the likeliest token; top_k samples among the k likeliest; generator is
+        the CPU torch.Generator to draw from. The model sees a window: at first the last seq_len
+        tokens of ids; when it is full, half of it is left behind.
+        """
+        if not self.causal:
+            raise ValueError("generate needs causal=True")
+        n = ids.shape[1]
+        if n < 1 or max_new_tokens < 0 or temperature < 0 or top_k is not None and top_k < 1:
+            raise ValueError(f"generate takes a prompt of 1 token or more, max_new_tokens >= 0, "
+                             f"temperature >= 0 and top_k >= 1, got a prompt of {n}, "
+                             f"{max_new_tokens}, {temperature} and {top_k}")
+        was_training = self.training
+        self.eval()
+        start = max(0, n - self.seq_len)  # of the window, in ids
+        for n in range(n, n + max_new_tokens):
+            if n - start > self.seq_len:
+                start = n - max(1, self.seq_len // 2)
+            logits = self(ids[:, start:])[:, -1]  # (B, V)
+            ids = torch.cat([ids, sample(logits, temperature, top_k, generator).to(ids)], dim=1)
+        self.train(was_training)
+        return ids
+
+
+def sample(logits, temperature, top_k, generator):
+    """logits (B, V) -> ids (B, 1), drawn on the CPU: the same draw whatever device made them."""
+    logits = logits.float().cpu()
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+class EncoderImageClassifier(nn.Module):
+    """Images cut into patches, each a token (paper, section 2). Sizes are int or (height, width).
+
+    encoder_options: see Encoder. Attention needs positions, a Mixer knows them.
+    """
+
+    def __init__(self, image_size, patch_size, n_classes, d_model, d_ff, n_layers, *, in_channels=3,
+                 **encoder_options):
+        super().__init__()
+        (height, width), (p1, p2) = ((s, s) if isinstance(s, int) else s
+                                     for s in (image_size, patch_size))
+        if height % p1 or width % p2:
+            raise ValueError(f"image {height} x {width} is no multiple of patch {p1} x {p2}")
+        self.image_shape = (in_channels, height, width)
+        n = (height // p1) * (width // p2)
+        self.patches = nn.Conv2d(in_channels, d_model, (p1, p2), stride=(p1, p2))
+        self.trunk = Encoder(n_layers, d_model, d_ff, n, **encoder_options)
+        self.head = nn.Linear(d_model, n_classes)
+
+    def forward(self, images):
+        """images (B, in_channels, height, width) -> logits (B, n_classes)."""
+        if images.shape[1:] != self.image_shape:
+            raise ValueError(f"got images of shape {tuple(images.shape[1:])}, "
+                             f"the model takes {self.image_shape}")
+        x = self.patches(images).flatten(2).mT  # (B, n, d)
+        return self.head(self.trunk(x).mean(dim=1))
+
+
+# Table 1 of the paper. With 224-pixel images and 1,000 classes S/16, B/16 and L/16 have 18.5, 59.9
+# and 208.2 million parameters.
+MIXER_SIZES = {
+    "S/32": dict(patch_size=32, d_model=512, d_ff=2048, n_layers=8, d_token=256),
+    "S/16": dict(patch_size=16, d_model=512, d_ff=2048, n_layers=8, d_token=256),
+    "B/32": dict(patch_size=32, d_model=768, d_ff=3072, n_layers=12, d_token=384),
+    "B/16": dict(patch_size=16, d_model=768, d_ff=3072, n_layers=12, d_token=384),
+    "L/32": dict(patch_size=32, d_model=1024, d_ff=4096, n_layers=24, d_token=512),
+    "L/16": dict(patch_size=16, d_model=1024, d_ff=4096, n_layers=24, d_token=512),
+    "H/14": dict(patch_size=14, d_model=1280, d_ff=5120, n_layers=32, d_token=640),
+}
+
+
+class AttentionSubstitute(MLPMixer):
+    """An MLPMixer with the arguments, the layouts and the returned pair of MultiheadAttention."""
+
+    # Not the layout: nn.TransformerEncoderLayer reads it, and where it is True takes a fast path in
+    # evaluation mode that computes attention from MultiheadAttention's weights, past this module.
+    batch_first = False
+
+    def __init__(self, mlp, tokens_first):
+        super().__init__(mlp)
+        self.tokens_first = tokens_first
+
+    def forward(self, query, key, value, key_padding_mask=None, need_weights=True, attn_mask=None,
+                average_attn_weights=True, is_causal=False):
+        """query (B, n, d), or (n, B, d) if tokens_first, or (n, d) -> the same shape, and None."""
+        masked = is_causal or key_padding_mask is not None or attn_mask is not None
+        return super().forward(query, key, value, mask=masked or None), None
+
+    def mix(self, x):
+        """x (n, B, d) if tokens_first, else (B, n, d) -> the same shape."""
+        if self.tokens_first and x.ndim == 3:
+            return super().mix(x.transpose(0, 1)).transpose(0, 1)
+        return super().mix(x)
+
+
+def replace_attention(model, seq_len, d_token=None):
+    """Swap each self-attending nn.MultiheadAttention in model for a Mixer of seq_len tokens.
+
+    In place; returns how many. Width, layout, dropout, device and dtype stay, weights are drawn
+    afresh: train the model. d_token defaults to half the width. ValueError for decoders and for
+    cross-attention, with nothing changed; in the model's forward for masks, another key, another n.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))  # all paths of a shared module
+    attentions = {p: m for p, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
+    if "" in attentions:
+        raise ValueError("model is itself an nn.MultiheadAttention: pass the module that holds it")
+    crossing = [p for p, m in attentions.items() if not m.kdim == m.vdim == m.embed_dim]
+    crossing += [p for p, m in modules.items() if isinstance(m, nn.TransformerDecoderLayer)]
+    if crossing:
+        raise ValueError(f"{crossing[0] or 'model'} attends to other tokens than its own, which no "
+                         f"Mixer does; for a causal model without that, the causal variant is "
+                         f"MLPMixer(CausalTokenMLP(seq_len))")
+    mixers = {}
+    for path, old in attentions.items():
+        if old not in mixers:
+            mlp = FeedForward(seq_len, d_token or old.embed_dim // 2, dropout=old.dropout)
+            mixer = AttentionSubstitute(mlp, tokens_first=not old.batch_first)
+            mixers[old] = mixer.to(old.out_proj.weight).train(old.training)
+        model.set_submodule(path, mixers[old])
+    for module in modules.values():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # or evaluation mode would ask for in_proj_weight
+    return len(mixers)

