@@ -5,15 +5,15 @@
     S      = Z1 * (W norm(Z2) + b)      W (n, n), b (n,)            the only place where tokens meet
     Y      = X + S V                    (B, n, f/2) -> (B, n, d)
 
-B batch, n tokens (at most seq_len), d = d_model, f = d_ffn (the width before the split), V vocabulary,
-h heads of c = f/2h channels. W starts near 0 and b at 1: at first every token passes alone (S = Z1),
-then training finds out who should listen to whom. A causal model keeps W's lower triangle.
+B batch, n tokens (at most seq_len), d = d_model, f = d_ffn (the width before the split), h heads of
+c = f/2h channels, V vocabulary. W starts near 0 and b at 1: at first every token passes alone
+(S = Z1), then training finds out who should listen to whom. A causal model keeps W's lower
+triangle. The gate costs n^2 * f/2 multiply-adds a layer: quadratic in n like attention, but with
+a smaller constant.
 
-The gate costs n^2 * f/2 multiply-adds a layer: quadratic in n like attention, with a smaller constant.
-
-Options beyond the paper: `n_heads` gives each group of channels a W of its own; `toeplitz` lets W[i, j]
-depend on i - j alone, and b on the head alone (the paper saw W become so on text, and constrained it so
-in some experiments); a cache for generation. Copy this file alone: it imports torch and nothing else.
+Beyond the paper: `n_heads` gives each group of channels a W of its own; `toeplitz` lets W[i, j]
+depend on i - j alone and b on the head alone (the paper saw W become so on text, and constrained it
+so in some experiments); a cache for generation. Copy this file alone: it imports torch only.
 """
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,9 @@ class SpatialGatingUnit(nn.Module):
     """S = Z1 * (W norm(Z2) + b) (paper, section 2.1).
 
     seq_len is the largest n, or a grid (rows, columns) of which the n tokens are a prefix in raster
-    order. toeplitz: the parameter W holds one number per offset i - j; on a line of tokens (not on a
-    grid) n is then unbounded, and offsets of seq_len or more weigh nothing.
-    W is drawn from U(-init_eps / seq_len, init_eps / seq_len), which keeps the gate near 1 for any n.
+    order. toeplitz: the parameter W holds one number per offset i - j; on a line of tokens (not on
+    a grid) n is then unbounded, and offsets of seq_len or more weigh nothing. W is drawn from
+    U(-init_eps / seq_len, init_eps / seq_len), which keeps the gate near 1 for any n.
     """
 
     def __init__(self, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1, init_eps=1e-3):
@@ -68,7 +68,7 @@ class SpatialGatingUnit(nn.Module):
         return z1 * gate
 
     def matrix(self, n=None, first_row=0):
-        """W as it is applied to n tokens (default seq_len), from row first_row on: (h, n - first_row, n)."""
+        """W as applied to n tokens (default seq_len), from first_row on: (h, n - first_row, n)."""
         n = self.seq_len if n is None else n
         unbounded = self.toeplitz and not self.grid
         if n < 1 or n > self.seq_len and not unbounded:
@@ -81,17 +81,18 @@ class SpatialGatingUnit(nn.Module):
 
 
 class GMLPBlock(nn.Module):
-    """X + (Z1 * gate) V (paper, figure 1). d_attn adds tiny attention to the gate: aMLP (section 4.3).
+    """X + S V (paper, figure 1). With d_attn, tiny attention joins the gate: aMLP (section 4.3).
 
     dropout acts on what the block adds, element by element; drop_path drops it for whole samples.
     """
 
-    def __init__(self, d_model, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1, d_attn=None,
-                 dropout=0.0, drop_path=0.0):
+    def __init__(self, d_model, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1,
+                 d_attn=None, dropout=0.0, drop_path=0.0):
         super().__init__()
         self.norm = nn.LayerNorm(d_model)
         self.proj_in = nn.Linear(d_model, d_ffn)  # U
-        self.sgu = SpatialGatingUnit(d_ffn, seq_len, causal=causal, toeplitz=toeplitz, n_heads=n_heads)
+        self.sgu = SpatialGatingUnit(
+            d_ffn, seq_len, causal=causal, toeplitz=toeplitz, n_heads=n_heads)
         self.proj_out = nn.Linear(d_ffn // 2, d_model)  # V
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path)
@@ -110,11 +111,11 @@ class GMLPBlock(nn.Module):
 
 
 def toeplitz_1d(w, n, seq_len, causal, first_row):
-    """w (h, seq_len) or (h, 2 seq_len - 1), by rising offset i - j -> rows first_row to n of (h, n, n).
+    """w (h, seq_len) or (h, 2 seq_len - 1), by rising offset i - j -> (h, n - first_row, n).
 
-    Padding and unfold rather than an index, whose backward adds up in no fixed order on several threads.
+    By padding and unfold rather than an index, whose backward adds in no fixed order on threads.
     """
-    w = F.pad(w, (n - 1 if causal else n - seq_len, n - seq_len))  # (h, 2n - 1): offsets 1 - n to n - 1
+    w = F.pad(w, (n - 1 if causal else n - seq_len, n - seq_len))  # (h, 2n - 1): 1 - n to n - 1
     return w.unfold(-1, n, 1)[:, first_row:].flip(-1)  # (h, n - first_row, n)
 
 
@@ -126,8 +127,8 @@ def toeplitz_2d(w, rows, columns):
 
 
 def remember(cache, name, rows, keep):
-    """Put rows (B, n, c) behind the past ones (B, m, c) of the cache, and keep the last `keep` of all
-    (None: all of them). Returns (B, m + n, c); without a cache, rows."""
+    """Put rows (B, n, c) behind the past ones (B, m, c) of the cache, and keep the last `keep` of
+    all (None: all of them). Returns (B, m + n, c); without a cache, rows."""
     if cache is None:
         return rows
     if name in cache:
@@ -145,7 +146,7 @@ def check_mask(mask, x, cache):
         raise ValueError(f"mask must be boolean of shape {(n, n)} or {(B, n, n)}, "
                          f"got {mask.dtype} of shape {tuple(mask.shape)}")
     if cache is not None:
-        raise ValueError("mask and cache exclude each other: a cached model looks at all of the past")
+        raise ValueError("mask and cache exclude each other: a cached model sees all of the past")
 
 
 class TinyAttention(nn.Module):
@@ -168,7 +169,8 @@ class TinyAttention(nn.Module):
         check_mask(mask, x, cache)
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, n, d_attn) each
         keep = None if self.window is None else self.window - 1
-        k, v = remember(cache, "k", k, keep), remember(cache, "v", v, keep)  # (B, total, d_attn) each
+        k = remember(cache, "k", k, keep)  # (B, total, d_attn)
+        v = remember(cache, "v", v, keep)  # (B, total, d_attn)
         n, total = q.shape[1], k.shape[1]
         columns = torch.arange(total, device=x.device)
         offsets = columns[total - n:, None] - columns  # (n, total): i - j
@@ -184,8 +186,9 @@ class TinyAttention(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training each sample of the batch loses
-    what a block adds with probability p; the others get it divided by 1 - p, so the mean stays."""
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training each sample of the batch
+    loses what a block adds with probability p; the others get it divided by 1 - p, so the mean
+    stays."""
 
     def __init__(self, p):
         super().__init__()
@@ -202,7 +205,7 @@ class DropPath(nn.Module):
 
 
 class GMLP(nn.Module):
-    """The trunk: n_layers blocks, then LayerNorm. DropPath grows from 0 to drop_path over the depth."""
+    """The trunk: n_layers blocks, LayerNorm. DropPath grows from 0 to drop_path over the depth."""
 
     def __init__(self, n_layers, d_model, d_ffn, seq_len, *, drop_path=0.0, **block_options):
         super().__init__()
@@ -219,8 +222,9 @@ class GMLP(nn.Module):
 
 
 class Cache:
-    """What a language model remembers while it writes: the number of tokens so far, and for each block
-    the rows of norm(Z2), and of k and v with tiny attention, that later tokens can still see."""
+    """What a language model remembers while it writes: the number of tokens so far, and for each
+    block the rows of norm(Z2), and of k and v with tiny attention, that later tokens can still
+    see."""
 
     def __init__(self, n_layers):
         self.length = 0
@@ -230,12 +234,12 @@ class Cache:
 class GMLPLanguageModel(nn.Module):
     """Token ids to logits of the next token (causal) or of a masked one (causal=False).
 
-    positions: None (W tells places apart), "learned", or "sinusoidal" (Vaswani et al. 2017, section 3.5).
-    Takes 1 to seq_len tokens; any number with toeplitz=True unless positions are learned.
+    positions: None (W tells places apart), "learned", or "sinusoidal" (Vaswani et al. 2017, section
+    3.5). Takes 1 to seq_len tokens; any number with toeplitz=True unless positions are learned.
     """
 
-    def __init__(self, vocab_size, seq_len, d_model, d_ffn, n_layers, *, causal=True, positions=None,
-                 toeplitz=False, **block_options):
+    def __init__(self, vocab_size, seq_len, d_model, d_ffn, n_layers, *, causal=True,
+                 positions=None, toeplitz=False, **block_options):
         super().__init__()
         if positions not in (None, "learned", "sinusoidal"):
             raise ValueError(f'positions = {positions!r} is none of None, "learned", "sinusoidal"')
@@ -245,20 +249,22 @@ class GMLPLanguageModel(nn.Module):
         if positions == "learned":
             self.position_embedding = nn.Embedding(seq_len, d_model)
             nn.init.normal_(self.position_embedding.weight, std=0.02)
-        self.trunk = GMLP(n_layers, d_model, d_ffn, seq_len, causal=causal, toeplitz=toeplitz, **block_options)
+        self.trunk = GMLP(
+            n_layers, d_model, d_ffn, seq_len, causal=causal, toeplitz=toeplitz, **block_options)
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, ids, mask=None, cache=None, start=0):
         """ids (B, n) -> logits (B, n, V). mask as in SpatialGatingUnit.
 
-        cache, from new_cache(): ids are the next n tokens of each row, and join it. Without one, start is
-        the place of the first token, which matters to positions alone. ValueError for a wrong length.
+        cache, from new_cache(): ids are the next n tokens of each row, and join it. Without one,
+        start is the place of the first token, which matters to positions alone. ValueError for a
+        wrong length.
         """
         start, n = cache.length if cache is not None else start, ids.shape[1]
         if n < 1 or start + n > self.seq_len and not self.unbounded:
-            raise ValueError(f"got {start + n} tokens, the model takes 1 to seq_len = {self.seq_len}")
+            raise ValueError(f"got {start + n} tokens, the model takes 1 to {self.seq_len = }")
         if cache is not None and not self.causal:
-            raise ValueError("a cache needs causal=True: in this model earlier tokens see later ones")
+            raise ValueError("a cache needs causal=True: here earlier tokens see later ones")
         x = self.embedding(ids)  # (B, n, d)
         if self.positions is not None:
             places = torch.arange(start, start + n, device=ids.device)
@@ -276,32 +282,35 @@ class GMLPLanguageModel(nn.Module):
         return Cache(len(self.trunk.blocks))
 
     @torch.no_grad()
-    def generate(self, ids, max_new_tokens, *, temperature=1.0, top_k=None, use_cache=True, generator=None):
+    def generate(self, ids, max_new_tokens, *, temperature=1.0, top_k=None, use_cache=True,
+                 generator=None):
         """ids (B, n), n >= 1 -> (B, n + max_new_tokens): ids, then what the model writes.
 
-        temperature 0 takes the likeliest token; top_k samples among the k likeliest; generator is the CPU
-        torch.Generator to draw from. An unbounded model sees all of the text that reaches it through its
-        layers. Any other sees a window: the last seq_len tokens of ids at first; when it is full, half of
-        it is left behind. use_cache=False computes the same, slower.
+        temperature 0 takes the likeliest token; top_k samples among the k likeliest; generator is
+        the CPU torch.Generator to draw from. An unbounded model sees all of the text that reaches
+        it through its layers. Any other sees a window: the last seq_len tokens of ids at first;
+        when it is full, half of it is left behind. use_cache=False computes the same, slower.
         """
         if not self.causal:
             raise ValueError("generate needs causal=True")
-        if ids.shape[1] < 1 or max_new_tokens < 0 or temperature < 0 or top_k is not None and top_k < 1:
-            raise ValueError(f"generate takes a prompt of 1 token or more, max_new_tokens >= 0, temperature >= 0 "
-                             f"and top_k >= 1, got a prompt of {ids.shape[1]}, {max_new_tokens}, "
-                             f"{temperature} and {top_k}")
+        n = ids.shape[1]
+        if n < 1 or max_new_tokens < 0 or temperature < 0 or top_k is not None and top_k < 1:
+            raise ValueError(
+                "generate takes a prompt of 1 token or more, max_new_tokens >= 0, temperature >= 0 "
+                f"and top_k >= 1, got a prompt of {n}, {max_new_tokens = }, {temperature = }, "
+                f"{top_k = }")
         was_training = self.training
         self.eval()
-        start = 0 if self.unbounded else max(0, ids.shape[1] - self.seq_len)  # of the window, in ids
+        start = 0 if self.unbounded else max(0, n - self.seq_len)  # of the window, in ids
         fed, cache = start, self.new_cache()  # ids[:, start:fed] are in the cache
-        reach = len(self.trunk.blocks) * (self.seq_len - 1) + 1  # tokens that an unbounded model's output sees
+        reach = len(self.trunk.blocks) * (self.seq_len - 1) + 1  # what an unbounded model sees
         for _ in range(max_new_tokens):
             n = ids.shape[1]
             if not self.unbounded and n - start > self.seq_len:
                 start = n - max(1, self.seq_len // 2)
                 fed, cache = start, self.new_cache()
             if use_cache:
-                for piece in ids[:, fed:].split(self.seq_len, dim=1):  # several only for a long prompt
+                for piece in ids[:, fed:].split(self.seq_len, dim=1):  # several: a long prompt
                     logits = self(piece, cache=cache)  # (B, n of the piece, V)
                 fed = n
             elif self.unbounded:
@@ -315,14 +324,16 @@ class GMLPLanguageModel(nn.Module):
 
 
 def sinusoids(places, d_model):
-    """places (n,) -> (n, d): sines in even channels, cosines in odd ones, wavelengths 2 pi to 10,000 * 2 pi."""
+    """places (n,) -> (n, d): sines in even channels, cosines in odd ones, wavelengths 2 pi to
+    10,000 * 2 pi."""
     rates = 10_000.0 ** (-torch.arange(0, d_model, 2, device=places.device) / d_model)  # (d/2,)
     angles = places[:, None] * rates  # (n, d/2)
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]  # (n, d)
 
 
 def sample(logits, temperature, top_k, generator):
-    """logits (B, V) -> ids (B, 1), drawn on the CPU: the same draw whatever device made the logits."""
+    """logits (B, V) -> ids (B, 1), drawn on the CPU: the same draw whatever device made the
+    logits."""
     logits = logits.float().cpu()
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
@@ -333,25 +344,31 @@ def sample(logits, temperature, top_k, generator):
 
 
 class GMLPImageClassifier(nn.Module):
-    """Images cut into patches, each patch a token (paper, section 3). Sizes are int or (height, width)."""
+    """Images cut into patches, each patch a token (paper, section 3). Sizes are int or (height,
+    width)."""
 
-    def __init__(self, image_size, patch_size, n_classes, d_model, d_ffn, n_layers, *, in_channels=3,
-                 toeplitz=False, **block_options):
+    def __init__(self, image_size, patch_size, n_classes, d_model, d_ffn, n_layers, *,
+                 in_channels=3, **block_options):
         super().__init__()
-        (height, width), (p1, p2) = ((s, s) if isinstance(s, int) else s for s in (image_size, patch_size))
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        p1, p2 = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
         if height % p1 or width % p2:
             raise ValueError(f"image {height} x {width} is no multiple of patch {p1} x {p2}")
+        self.image_shape = (in_channels, height, width)
         self.patches = nn.Conv2d(in_channels, d_model, (p1, p2), stride=(p1, p2))
-        self.trunk = GMLP(n_layers, d_model, d_ffn, (height // p1, width // p2), toeplitz=toeplitz, **block_options)
+        self.trunk = GMLP(n_layers, d_model, d_ffn, (height // p1, width // p2), **block_options)
         self.head = nn.Linear(d_model, n_classes)
 
     def forward(self, images):
         """images (B, in_channels, height, width) -> logits (B, n_classes)."""
+        if images.shape[1:] != self.image_shape:
+            raise ValueError(f"got images of shape {tuple(images.shape[1:])}, "
+                             f"the model takes {self.image_shape}")
         x = self.patches(images).flatten(2).mT  # (B, n, d)
         return self.head(self.trunk(x).mean(dim=1))
 
 
-# Table 1 of the paper; 224-pixel images of 1,000 classes make 5.9, 19.4 and 73.1 million parameters.
+# Table 1 of the paper: 5.9, 19.4 and 73.1 million parameters at 224 pixels and 1,000 classes.
 GMLP_SIZES = {
     "Ti": dict(patch_size=16, d_model=128, d_ffn=768, n_layers=30),
     "S": dict(patch_size=16, d_model=256, d_ffn=1536, n_layers=30),

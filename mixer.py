@@ -47,13 +47,13 @@ class MLPMixer(nn.Module):
         super().__init__()
         self.mlp = mlp
         first = next((m for m in mlp.modules() if isinstance(m, nn.Linear)), None)
-        self.n_tokens = None if first is None else first.in_features  # None: the mlp knows itself
+        self.n_tokens = None if first is None else first.in_features  # None: the mlp sees to it
 
     def forward(self, query, key, value, mask=None):
         """query (B, n, d) -> (B, n, d). ValueError for another key or value, a mask, a wrong n."""
         if key is not query or value is not query or mask is not None:
-            raise ValueError("a Mixer mixes all tokens of query: it takes no other key, other value or "
-                             "mask; the causal variant is MLPMixer(CausalTokenMLP(seq_len))")
+            raise ValueError("a Mixer mixes the tokens of query: it takes no other key or value "
+                             "and no mask; the causal variant is MLPMixer(CausalTokenMLP(seq_len))")
         return self.mix(query)
 
     def mix(self, x):
@@ -170,8 +170,9 @@ class PaddedMixer(MLPMixer):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training each sample of the batch loses
-    what a block adds with probability p; the others get it divided by 1 - p, so the mean stays."""
+    """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training each sample of the batch
+    loses what a block adds with probability p; the others get it divided by 1 - p, so the mean
+    stays."""
 
     def __init__(self, p):
         super().__init__()
@@ -183,10 +184,8 @@ class DropPath(nn.Module):
         """x (B, ...) -> (B, ...)."""
         if not self.training or self.p == 0:
             return x
-        if self.p == 1:
-            return torch.zeros_like(x)
-        keep = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
-        return x * keep / (1 - self.p)
+        kept = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
+        return x * (kept / (1 - self.p) if self.p < 1 else kept)
 
 
 class Encoder(nn.Module):
@@ -209,7 +208,8 @@ class Encoder(nn.Module):
             if token_mixer == "attention":
                 return SelfAttention(d_model, n_heads, causal=causal, dropout=dropout)
             if causal:
-                return PaddedMixer(CausalTokenMLP(seq_len, -(-(d_token or 2 * seq_len) // seq_len)))
+                hidden_per_token = -(-d_token // seq_len) if d_token else 2  # rounded up
+                return PaddedMixer(CausalTokenMLP(seq_len, hidden_per_token))
             return PaddedMixer(FeedForward(seq_len, d_token or d_model // 2, dropout=dropout))
 
         self.positions = positions

