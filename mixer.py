@@ -235,7 +235,7 @@ class Encoder(nn.Module):
 
 
 def sinusoids(places, d_model):
-    """places (n,) -> (n, d): sines in even channels, cosines in odd ones, wavelengths from 2 pi to
+    """places (n,) -> (n, d): sines in even channels, cosines in odd ones, wavelengths 2 pi to
     10,000 * 2 pi."""
     rates = 10_000.0 ** (-torch.arange(0, d_model, 2, device=places.device) / d_model)  # (d/2,)
     angles = places[:, None] * rates  # (n, d/2)
@@ -275,9 +275,10 @@ class EncoderLanguageModel(nn.Module):
             raise ValueError("generate needs causal=True")
         n = ids.shape[1]
         if n < 1 or max_new_tokens < 0 or temperature < 0 or top_k is not None and top_k < 1:
-            raise ValueError(f"generate takes a prompt of 1 token or more, max_new_tokens >= 0, "
-                             f"temperature >= 0 and top_k >= 1, got a prompt of {n}, "
-                             f"{max_new_tokens}, {temperature} and {top_k}")
+            raise ValueError(
+                "generate takes a prompt of 1 token or more, max_new_tokens >= 0, temperature >= 0 "
+                f"and top_k >= 1, got a prompt of {n}, {max_new_tokens = }, {temperature = }, "
+                f"{top_k = }")
         was_training = self.training
         self.eval()
         start = max(0, n - self.seq_len)  # of the window, in ids
@@ -291,7 +292,8 @@ class EncoderLanguageModel(nn.Module):
 
 
 def sample(logits, temperature, top_k, generator):
-    """logits (B, V) -> ids (B, 1), drawn on the CPU: the same draw whatever device made them."""
+    """logits (B, V) -> ids (B, 1), drawn on the CPU: the same draw whatever device made the
+    logits."""
     logits = logits.float().cpu()
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)

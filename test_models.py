@@ -628,7 +628,7 @@ def test_a_run_leaves_everything(lm, capsys):
     checkpoint = torch.load(lm.out / "ckpt.pt", weights_only=True)
     assert checkpoint["step"] == 20 and checkpoint["vocabulary"] == "".join(sorted(set(TEXT)))
     said = capsys.readouterr().out
-    for word in ("gmlp", "parameters", "characters", "cpu, float32", "linear", "tokens", "validation loss"):
+    for word in ("gmlp", "parameters", "characters", "cpu, float32", "linear", "tokens", "val_loss"):
         assert word in said
 
 
@@ -688,10 +688,10 @@ def test_gradient_accumulation_has_the_right_mean(lm):
 def interrupt_at(monkeypatch, step, number=signal.SIGINT):
     """Send ourselves the signal in the middle of update `step`."""
     update = common.update
-    def signalling(model, optimizer, scaler, now, s):
-        if now == step:
+    def signalling(model, loss, s, t):
+        if t.step == step:
             os.kill(os.getpid(), number)
-        update(model, optimizer, scaler, now, s)
+        update(model, loss, s, t)
     monkeypatch.setattr(common, "update", signalling)
 
 
@@ -812,7 +812,7 @@ def test_default_preset(monkeypatch):
     assert train_lm.parse_flags([])[0].preset == "gpu"
     monkeypatch.undo()
     params = {}
-    for preset in train_lm.PRESETS:
+    for preset in (name for name in train_lm.PRESETS if "/" not in name):
         with torch.device("meta"):
             params[preset] = sum(p.numel() for p in train_lm.build_model(settings(preset=preset), 65).parameters())
     assert params["gpu"] <= 10.65e6 and params["small"] == pytest.approx(1.4e6, rel=0.05)
@@ -902,7 +902,7 @@ def test_float16_and_bfloat16_train(lm):
 
 def test_a_run_as_a_command(tmp_path, text_file):
     """Cases 17, 28, 32 and 34: from another folder, with warnings as errors and the default encoding forbidden, a
-    run passes; matplotlib aside, which warns for itself on some versions."""
+    run passes."""
     command = [sys.executable, "-X", "warn_default_encoding", "-W", "error", str(HERE / "train_lm.py"), *TINY,
                f"--data={text_file}", f"--out_dir={tmp_path}"]
     done = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")

@@ -93,9 +93,10 @@ SWITCH = dict(type=boolean, nargs="?", const=True)
 
 
 def add_common_flags(parser, presets, models, out_dir):
-    """The flags that every script has. One that is not given is absent, so that a preset sets it."""
+    """The flags of every script. One that is not given is absent, so that a preset sets it."""
     add = parser.add_argument
-    add("--preset", choices=presets, help="what to start from (default: gpu on CUDA, else laptop)")
+    names = [name for name in presets if "/" not in name]
+    add("--preset", choices=names, help="what to start from (default: gpu on CUDA, else laptop)")
     add("--model", choices=models, help="the architecture")
     add("--toeplitz", **SWITCH, help="the gate's W depends on i - j only")
     add("--positions", choices=("none", "learned", "sinusoidal"), help="added to the tokens")
@@ -130,17 +131,17 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--grad_clip", type=RATE, help="largest norm of the gradient; 0: no clipping")
 
 
-# What a checkpoint fixes for good, and what makes a run something else than a training from scratch.
+# What a checkpoint fixes for good; and what makes a run something else than a fresh training.
 ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn",
                 "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset")
 MODES = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
 
 
 def read_settings(parser, presets, argv, script):
-    """Returns (settings, checkpoint or None): the flags, over the checkpoint's settings in a mode
-    that uses one, else over the preset's, over `laptop`'s. script is "lm", "mlm" or "vision".
+    """Returns (settings, checkpoint or None). script is "lm", "mlm" or "vision".
 
-    A preset's in_float32 holds what changes in float32, where a CPU takes twice as long.
+    A flag wins over the checkpoint in a mode that uses one. Else over the preset: `laptop`, changed
+    by the preset, changed by its entries "preset/model", "preset/dtype" and "preset/model/dtype".
     """
     given = vars(parser.parse_args(argv))
     modes = [mode for mode in MODES if given.get(mode)]
@@ -164,8 +165,10 @@ def read_settings(parser, presets, argv, script):
         given.setdefault("preset", "gpu" if device.type == "cuda" else "laptop")
         base = dict(data_dir=str(HERE / "data")) | presets["laptop"] | presets[given["preset"]]
     dtype = pick_dtype(given.get("dtype", base["dtype"]), device)
-    in_float32 = base.pop("in_float32", {})
-    base |= in_float32 if dtype == "float32" else {}
+    if not modes:
+        model = given.get("model", base["model"])
+        for entry in (model, dtype, f"{model}/{dtype}"):
+            base |= presets.get(f"{given['preset']}/{entry}", {})
     settings = types.SimpleNamespace(
         **(MODES | base | given | dict(device=str(device), dtype=dtype)))
     if settings.batch_size % settings.grad_accum:
@@ -274,26 +277,6 @@ def parameter_groups(model, weight_decay):
     return [dict(params=decaying, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
 
 
-def make_optimizer(model, s):
-    """AdamW, and the scaler that keeps float16 gradients from vanishing (idle in other dtypes)."""
-    groups = parameter_groups(model, s.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, s.beta2), fused=True)
-    device_type = torch.device(s.device).type
-    return optimizer, torch.amp.GradScaler(device_type, enabled=s.dtype == "float16")
-
-
-def update(model, optimizer, scaler, step, s):
-    """Clip the gradients, take step number `step`, clear the gradients."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, s)
-    if s.grad_clip:
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-
-
 # -------------------------------------------------------------------------- files and checkpoints
 
 
@@ -333,72 +316,146 @@ def load_checkpoint(path):
     return state
 
 
-def load_weights(model, checkpoint):
-    """The checkpoint's weights into the model that its config describes."""
+# -------------------------------------------------------------------------------- a training run
+
+
+def new_model(build_model, s, *sizes, checkpoint=None):
+    """build_model(s, *sizes) with weights drawn from the seed, or those of the checkpoint."""
+    torch.manual_seed(s.seed)
+    model = build_model(s, *sizes).to(s.device)
+    if checkpoint:
+        try:
+            model.load_state_dict(checkpoint["model"])
+        except (RuntimeError, TypeError) as error:
+            why = " ".join(str(error).split())
+            fail(f"the checkpoint's weights do not fit its settings: {why}")
+    return model
+
+
+def check_sizes(build_model, s, *sizes):
+    """Tell sizes that do not fit together before anything is loaded, by a model without memory."""
     try:
-        model.load_state_dict(checkpoint["model"])
-    except RuntimeError as error:
-        fail("the checkpoint's weights do not fit its settings: " + " ".join(str(error).split()))
+        with torch.device("meta"):
+            build_model(s, *sizes)
+    except ValueError as error:
+        fail(error)
 
 
-def save_training(path, script, s, model, optimizer, scaler, generator, clock, **more):
+def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
+    """All that changes while a run trains, fresh or as the checkpoint has it. extra is saved with
+    each checkpoint."""
+    params = sum(p.numel() for p in model.parameters())
+    print(f"{s.model}, preset {s.preset}: {params:,} parameters in {s.n_layers} layers")
+    print(f"{s.device}, {s.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    peak = learning_rate(max(1, min(s.warmup_iters, s.max_iters)), s)
+    print(f"AdamW, {s.schedule} schedule, learning rate up to {peak:.2g}, {s.max_iters:,} "
+          f"iterations of {units_per_step:,} {unit}")
+    groups = parameter_groups(model, s.weight_decay)
+    t = types.SimpleNamespace(
+        script=script, extra=extra, params=params, step=0, losses=[], latest={}, best={},
+        optimizer=torch.optim.AdamW(groups, lr=0.0, betas=(0.9, s.beta2), fused=True),
+        scaler=torch.amp.GradScaler(torch.device(s.device).type, enabled=s.dtype == "float16"),
+        generator=torch.Generator().manual_seed(s.seed),  # draws the batches
+        clock=Clock(s.device), interrupt=Interrupt())
+    if s.resume:
+        resume_training(checkpoint, s, t)
+    elif (Path(s.out_dir) / "ckpt.pt").exists():
+        print(f"{s.out_dir} holds an earlier run, which this one replaces")
+    start_log(s.out_dir, t.step)
+    if s.compile:
+        compile_in_place(model, s)
+    t.progress = Progress(s, t, unit, units_per_step)
+    model.train()
+    return t
+
+
+def update(model, loss, s, t):
+    """End iteration t.step, whose gradients are there: clip them, take a step, clear them."""
+    for group in t.optimizer.param_groups:
+        group["lr"] = learning_rate(t.step, s)
+    if s.grad_clip:
+        t.scaler.unscale_(t.optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
+    t.scaler.step(t.optimizer)
+    t.scaler.update()
+    t.optimizer.zero_grad(set_to_none=True)
+    t.losses.append(loss.detach())
+
+
+def evaluation_due(s, t):
+    return t.step % s.eval_interval == 0 or t.step == s.max_iters
+
+
+def log(model, s, t, score=None, **figures):
+    """Every log_interval a line of log.csv and of progress, with the mean loss since the last. With
+    the figures of an evaluation also checkpoints; best.pt is the one with the highest score."""
+    if not figures and t.step % s.log_interval and t.step != 1:
+        return
+    losses, t.losses = torch.stack(t.losses).float().cpu(), []
+    bad = (~losses.isfinite()).nonzero()
+    if len(bad):
+        fail(f"the loss is not finite at iteration {t.step - len(losses) + 1 + int(bad[0])}: lower "
+             "--learning_rate; the last good checkpoint is intact", 1)
+    row = dict(iter=t.step, seconds=round(t.clock.seconds, 2), train_loss=losses.mean().item(),
+               learning_rate=learning_rate(t.step, s), **figures)
+    with t.clock.paused():
+        append_log(s.out_dir, row)
+        t.progress.show(row)
+        if figures:
+            t.latest = figures
+            if score > t.best.get("score", -math.inf):
+                t.best = dict(score=score, **{f"best_{name}": x for name, x in figures.items()})
+                save_training("best.pt", model, s, t)
+            save_training("ckpt.pt", model, s, t)
+
+
+def save_training(name, model, s, t):
     """A checkpoint from which resume_training goes on as if nothing had happened. random is all
-    that training draws from: dropout and DropPath (CPU, CUDA) and the batches (generator)."""
+    that training draws from: dropout and DropPath (CPU, CUDA) and the batches (data)."""
     if not all(p.isfinite().all() for p in model.parameters()):
-        fail(f"the weights are not finite at iteration {more['step']}: lower --learning_rate; "
-             f"{path} is intact", 1)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        fail(f"the weights are not finite at iteration {t.step}: lower --learning_rate; the last "
+             "good checkpoint is intact", 1)
+    random = dict(cpu=torch.get_rng_state(), data=t.generator.get_state(),
+                  cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
     save_checkpoint(
-        path, script=script, config=vars(s), model=model.state_dict(),
-        optimizer=optimizer.state_dict(), scaler=scaler.state_dict(), seconds=clock.seconds,
-        paused_seconds=clock.paused_seconds,
-        random=dict(cpu=torch.get_rng_state(), cuda=cuda, data=generator.get_state()), **more)
+        Path(s.out_dir) / name, script=t.script, config=vars(s), model=model.state_dict(),
+        optimizer=t.optimizer.state_dict(), scaler=t.scaler.state_dict(), random=random,
+        step=t.step, losses=t.losses, latest=t.latest, best=t.best, seconds=t.clock.seconds,
+        paused_seconds=t.clock.paused_seconds, **t.extra)
 
 
-def resume_training(checkpoint, s, optimizer, scaler, generator, clock):
-    """Everything but the weights, as save_training left it. Returns step, val_loss, best,
-    recent."""
-    step = checkpoint["step"]
-    if step > s.max_iters:
-        fail(f"the checkpoint is at iteration {step:,} already, past --max_iters={s.max_iters}")
+def resume_training(checkpoint, s, t):
+    """Everything but the weights, as save_training left it. The flags still set the optimizer."""
+    if checkpoint["step"] > s.max_iters:
+        fail(f"the checkpoint is at iteration {checkpoint['step']:,} already, past "
+             f"--max_iters={s.max_iters}")
     planned = checkpoint["config"]["max_iters"]
     if s.max_iters != planned and s.schedule in ("linear", "cosine"):
         print(f"--max_iters was {planned:,}: the {s.schedule} schedule changes with it")
-    flags = [dict(betas=g["betas"], weight_decay=g["weight_decay"]) for g in optimizer.param_groups]
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    for group, flag in zip(optimizer.param_groups, flags):
-        group.update(flag)
-    scaler.load_state_dict(checkpoint["scaler"])
-    states = checkpoint["random"]
-    torch.set_rng_state(states["cpu"])
-    if states["cuda"] and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])
-    generator.set_state(states["data"])
-    clock.resume(checkpoint["seconds"], checkpoint["paused_seconds"])
-    print(f"resuming after iteration {step:,}")
-    recent = [loss.to(s.device) for loss in checkpoint["recent"]]
-    return step, checkpoint["val_loss"], checkpoint["best"], recent
-
-
-def check_finite(losses, step):
-    """The mean of the losses of the updates up to step; ends the run if one is not finite."""
-    losses = torch.stack(losses).float().cpu()
-    bad = (~losses.isfinite()).nonzero()
-    if len(bad):
-        fail(f"the loss is not finite at iteration {step - len(losses) + 1 + int(bad[0])}: lower "
-             "--learning_rate; the last good checkpoint is intact", 1)
-    return losses.mean().item()
+    flags = [(g["betas"], g["weight_decay"]) for g in t.optimizer.param_groups]
+    t.optimizer.load_state_dict(checkpoint["optimizer"])
+    for group, (betas, weight_decay) in zip(t.optimizer.param_groups, flags):
+        group.update(betas=betas, weight_decay=weight_decay)
+    t.scaler.load_state_dict(checkpoint["scaler"])
+    random = checkpoint["random"]
+    torch.set_rng_state(random["cpu"])
+    t.generator.set_state(random["data"])
+    if random["cuda"] and len(random["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(random["cuda"])
+    t.step, t.latest, t.best = (checkpoint[key] for key in ("step", "latest", "best"))
+    t.losses = [loss.to(s.device) for loss in checkpoint["losses"]]
+    t.clock.resume(checkpoint["seconds"], checkpoint["paused_seconds"])
+    print(f"resuming after iteration {t.step:,}")
 
 
 class Interrupt:
-    """While open, Ctrl-C and SIGTERM only set .number, so that the loop can finish its step and
-    save. A second one acts as ever."""
+    """While open, Ctrl-C and SIGTERM only set .number, so that the loop can finish its step. A
+    second one acts as ever."""
 
     number = None
 
     def __enter__(self):
         self.old = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
 
     def note(self, number, frame):
         self.number = number
@@ -407,6 +464,15 @@ class Interrupt:
     def __exit__(self, *_):
         for number, handler in self.old.items():
             signal.signal(number, handler)
+
+
+def stop_if_interrupted(model, s, t):
+    """After the loop: if a signal ended it, save and exit as the shell expects."""
+    if t.interrupt.number:
+        save_training("ckpt.pt", model, s, t)
+        t.progress.say(f"stopped after iteration {t.step:,}; --resume goes on from there")
+        raise SystemExit(128 + t.interrupt.number)
+    t.clock.stop()
 
 
 # ------------------------------------------------------------------------- clock, log and result
@@ -426,41 +492,47 @@ class Clock:
     def seconds(self):
         return self.before + (time.perf_counter() - self.since if self.since else 0.0)
 
-    @contextlib.contextmanager
-    def paused(self):
+    def stop(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.before, self.since, begin = self.seconds, None, time.perf_counter()
+        self.before, self.since = self.seconds, None
+
+    @contextlib.contextmanager
+    def paused(self):
+        self.stop()
+        begin = time.perf_counter()
         yield
         self.since = time.perf_counter()
         self.paused_seconds += self.since - begin
 
 
 class Progress:
-    """One line: rewritten in place on a terminal, elsewhere printed every ten seconds."""
+    """One line: rewritten in place on a terminal, elsewhere printed every ten seconds. A line with
+    the figures of an evaluation stays."""
 
-    def __init__(self, s, step, clock, unit, units_per_step):
-        self.s, self.clock, self.unit, self.units_per_step = s, clock, unit, units_per_step
-        self.first_step, self.first_seconds, self.shown = step, clock.seconds, 0.0
+    def __init__(self, s, t, unit, units_per_step):
+        self.s, self.t, self.unit, self.units_per_step = s, t, unit, units_per_step
+        self.first_step, self.first_seconds, self.shown = t.step, t.clock.seconds, 0.0
         self.terminal = sys.stdout.isatty()
 
-    def show(self, step, loss):
-        if not self.terminal and time.perf_counter() - self.shown < 10:
+    def show(self, row):
+        evaluation = {name: row[name] for name in ("val_loss", "val_accuracy") if name in row}
+        if not (self.terminal or evaluation) and time.perf_counter() - self.shown < 10:
             return
-        self.shown = time.perf_counter()
-        pace = (self.clock.seconds - self.first_seconds) / (step - self.first_step)  # s a step
+        self.shown, step = time.perf_counter(), self.t.step
+        pace = (self.t.clock.seconds - self.first_seconds) / (step - self.first_step)  # s a step
         left = int(pace * (self.s.max_iters - step))
-        line = (f"iteration {step:,} ({step / self.s.max_iters:.0%})  loss {loss:.3f}  "
-                f"{self.units_per_step / pace:,.0f} {self.unit}/s  "
+        line = (f"iteration {step:,} ({step / self.s.max_iters:.0%})  "
+                f"loss {row['train_loss']:.3f}  {self.units_per_step / pace:,.0f} {self.unit}/s  "
                 f"{left // 60}:{left % 60:02} left")
+        line += "".join(f"  {name} {figure:.4f}" for name, figure in evaluation.items())
+        self.say(line, stays=bool(evaluation))
+
+    def say(self, line, stays=True):
         if self.terminal:
-            print(f"\r{line}\033[K", end="", flush=True)
+            print(f"\r{line}\033[K", end="\n" if stays else "", flush=True)
         else:
             print(line, flush=True)
-
-    def say(self, line):
-        """A line that stays."""
-        print(f"\r{line}\033[K" if self.terminal else line, flush=True)
 
 
 LOG = ("iter", "seconds", "learning_rate", "train_loss", "val_loss", "val_accuracy")
@@ -484,7 +556,7 @@ def start_log(out_dir, step):
     write_file(Path(out_dir) / "log.csv", text.getvalue().encode())
 
 
-def append_log(out_dir, **row):
+def append_log(out_dir, row):
     try:
         with open(Path(out_dir) / "log.csv", "a", encoding="utf-8", newline="") as file:
             csv.DictWriter(file, LOG, lineterminator="\n").writerow(row)
@@ -529,14 +601,21 @@ def draw_spatial(matrices, path):
     write_file(path, buffer.getvalue())
 
 
-def write_result(s, argv, script, **figures):
-    """result.json: where the figures come from, and the figures. Returns the dict."""
+def write_result(argv, s, t, **figures):
+    """result.json: the figures, and all that they depend on. Returns the dict."""
+    script = f"train_{t.script}.py"
     command = shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)])
-    config = {k: v for k, v in vars(s).items() if k not in ("data_dir", "out_dir")}
-    result = dict(command=command, model=s.model, preset=s.preset, config=config, seed=s.seed,
-                  device=s.device, device_name=device_name(s.device), dtype=s.dtype,
-                  torch=torch.__version__, threads=torch.get_num_threads(), **figures)
+    config = {name: x for name, x in vars(s).items() if name not in ("data_dir", "out_dir")}
+    best = {name: x for name, x in t.best.items() if name != "score"}
+    result = dict(
+        command=command, model=s.model, preset=s.preset, params=t.params, config=config,
+        seed=s.seed, device=s.device, device_name=device_name(s.device), dtype=s.dtype,
+        torch=torch.__version__, threads=torch.get_num_threads(), iters=t.step,
+        train_seconds=t.clock.seconds, eval_seconds=t.clock.paused_seconds,
+        **t.latest, **best, **figures)
     write_file(Path(s.out_dir) / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+    said = ", ".join(f"{name} {figure:.4f}" for name, figure in t.latest.items())
+    t.progress.say(f"{said} after {t.clock.seconds:.0f} s of training; everything is in {s.out_dir}")
     return result
 
 
@@ -636,12 +715,22 @@ def encode(text, vocabulary, what):
     return torch.tensor([index[character] for character in text], dtype=torch.long)
 
 
-def split_text(text, name, seq_len):
-    """(train, validation): the first 90 % and the rest; each must hold a window and its last
-    target."""
+def load_corpus(s, checkpoint):
+    """The text of --data or Shakespeare as ids: its first 90 % to train on, the rest to validate;
+    with the vocabulary of the checkpoint, if there is one."""
+    text, name = load_text(s.data, s.data_dir)
+    vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
+    if s.resume and set(vocabulary) != set(text):
+        fail(f"the checkpoint's vocabulary has {len(vocabulary)} characters, that of {name} has "
+             f"{len(set(text))}, and they differ: resume with the text that the run began with")
     cut = int(0.9 * len(text))
-    for split, part in (("train", text[:cut]), ("validation", text[cut:])):
-        if len(part) < seq_len + 1:
-            fail(f"{name}: the {split} split has {len(part):,} characters, --seq_len={seq_len} "
-                 f"needs {seq_len + 1:,}; give more text or a smaller --seq_len")
-    return text[:cut], text[cut:]
+    for split, length in (("train", cut), ("validation", len(text) - cut)):
+        if length < s.seq_len + 1:
+            fail(f"{name}: the {split} split has {length:,} characters, --seq_len={s.seq_len} "
+                 f"needs {s.seq_len + 1:,}; give more text or a smaller --seq_len")
+    print(f"text {name}: {cut:,} characters to train on, {len(text) - cut:,} to validate, "
+          f"{len(vocabulary)} distinct; window {s.seq_len}")
+    ids = encode(text, vocabulary, name)
+    return types.SimpleNamespace(
+        name=name, sha256=hashlib.sha256(text.encode("utf-8")).hexdigest(), vocabulary=vocabulary,
+        train_ids=ids[:cut], val_ids=ids[cut:])

@@ -6,7 +6,6 @@
 
 Results go to out/lm. To take this script along, copy gmlp.py and train_common.py with it.
 """
-import hashlib
 import math
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 import train_common as common
 from gmlp import GMLPLanguageModel
 
-# Every knob of a run. `laptop` is whole; the others list what they change.
+# Every knob of a run. `laptop` is whole, the others list what they change; "laptop/float32" is what
+# changes in that dtype, where a CPU takes twice as long or more.
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="none",
@@ -27,6 +27,7 @@ PRESETS = {
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False,
         prompt="\n", max_new_tokens=500, temperature=0.8, top_k=None),
+    "laptop/float32": dict(max_iters=800, eval_interval=100),
     "small": dict(
         d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, learning_rate=4e-3,
         max_iters=4000, eval_interval=500),
@@ -83,9 +84,9 @@ def evaluate(model, ids, s):
     return total / len(inputs)
 
 
-def write(model, vocabulary, s):
+def write(model, prompt_ids, vocabulary, s):
     """The prompt and what the model makes of it."""
-    ids = common.encode(s.prompt, vocabulary, "--prompt")[None].to(s.device)
+    ids = prompt_ids[None].to(s.device)  # (1, n)
     generator = torch.Generator().manual_seed(s.seed)
     with common.autocast(s):
         ids = model.generate(ids, s.max_new_tokens, temperature=s.temperature, top_k=s.top_k,
@@ -97,124 +98,58 @@ def main(argv=None):
     s, checkpoint = parse_flags(argv)
     if not s.prompt:
         common.fail('--prompt is empty: give a character or more, for instance --prompt="ROMEO:"')
-    try:
-        with torch.device("meta"):
-            build_model(s, 2)  # sizes that do not fit together are told before anything is loaded
-    except ValueError as error:
-        common.fail(error)
-    out_dir = Path(s.out_dir)
+    common.check_sizes(build_model, s, 2)
 
-    # ---------------------------------------------------------------- writing needs no data
-    if s.sample:
-        model = build_model(s, len(checkpoint["vocabulary"])).to(s.device)
-        common.load_weights(model, checkpoint)
-        text = write(model, checkpoint["vocabulary"], s)
+    if s.sample:  # needs no data
+        vocabulary = checkpoint["vocabulary"]
+        prompt_ids = common.encode(s.prompt, vocabulary, "--prompt")
+        model = common.new_model(build_model, s, len(vocabulary), checkpoint=checkpoint)
+        text = write(model, prompt_ids, vocabulary, s)
         print(text)
         return dict(model=s.model, iters=checkpoint["step"], sample=text)
 
-    # ---------------------------------------------------------------------------------- data
-    text, text_name = common.load_text(s.data, s.data_dir)
-    train_text, val_text = common.split_text(text, text_name, s.seq_len)
-    vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
-    if s.resume and set(vocabulary) != set(text):
-        common.fail(f"the checkpoint's vocabulary has {len(vocabulary)} characters, {text_name} "
-                    f"has {len(set(text))}, not the same: resume with the text of that run")
-    train_ids = common.encode(train_text, vocabulary, text_name)
-    val_ids = common.encode(val_text, vocabulary, text_name)
+    corpus = common.load_corpus(s, checkpoint)
+    prompt_ids = common.encode(s.prompt, corpus.vocabulary, "--prompt")
+    model = common.new_model(build_model, s, len(corpus.vocabulary), checkpoint=checkpoint)
 
-    # ---------------------------------------------------------------------------------- model
-    torch.manual_seed(s.seed)
-    model = build_model(s, len(vocabulary)).to(s.device)
-    params = sum(p.numel() for p in model.parameters())
-    if checkpoint:
-        common.load_weights(model, checkpoint)
-    print(f"{s.model}, preset {s.preset}: {params:,} parameters, {s.n_layers} layers, "
-          f"window {s.seq_len}")
-    print(f"text {text_name}: {len(train_ids):,} characters to train on, {len(val_ids):,} to "
-          f"validate, {len(vocabulary)} distinct")
-    print(f"{s.device}, {s.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     if s.eval:
-        val_loss = evaluate(model, val_ids, s)
+        val_loss = evaluate(model, corpus.val_ids, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per "
               f"character (perplexity {math.exp(val_loss):.2f}), window {s.seq_len}")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss)
-    peak = max(common.learning_rate(t, s) for t in (1, max(1, s.warmup_iters), s.max_iters))
-    print(f"AdamW, {s.schedule} schedule, peak {peak:.2g} after {s.warmup_iters} of "
-          f"{s.max_iters:,} iterations, {s.batch_size * s.seq_len:,} tokens each")
 
-    # ------------------------------------------------------------------------------ optimizer
-    optimizer, scaler = common.make_optimizer(model, s)
-    generator = torch.Generator().manual_seed(s.seed)  # draws the batches
-    clock = common.Clock(s.device)
-    step, val_loss, best, recent = 0, math.inf, math.inf, []
-    if s.resume:
-        step, val_loss, best, recent = common.resume_training(
-            checkpoint, s, optimizer, scaler, generator, clock)
-    if s.compile:
-        common.compile_in_place(model, s)
-
-    def save(name):
-        common.save_training(
-            out_dir / name, "lm", s, model, optimizer, scaler, generator, clock, step=step,
-            val_loss=val_loss, best=best, recent=recent, vocabulary=vocabulary)
-
-    # ----------------------------------------------------------------------------------- loop
-    windows = train_ids.to(s.device).unfold(0, s.seq_len + 1, 1)  # (starts, seq_len + 1), a view
-    common.start_log(out_dir, step)
-    progress = common.Progress(s, step, clock, "tokens", s.batch_size * s.seq_len)
-    model.train()
-    with common.Interrupt() as interrupt:
-        while step < s.max_iters and not interrupt.number:
-            step += 1
-            starts = torch.randint(len(windows), (s.batch_size,), generator=generator)
-            loss = 0.0
+    t = common.start_training("lm", s, model, checkpoint, "tokens", s.batch_size * s.seq_len,
+                              vocabulary=corpus.vocabulary)
+    windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len + 1, 1)  # (starts, seq_len + 1)
+    with t.interrupt:
+        while t.step < s.max_iters and not t.interrupt.number:
+            t.step += 1
+            starts = torch.randint(len(windows), (s.batch_size,), generator=t.generator)
             batch = windows[starts.to(s.device)]  # (B, seq_len + 1)
+            loss = 0.0
             for part in batch.chunk(s.grad_accum):  # (B / grad_accum, seq_len + 1)
                 with common.autocast(s):
                     logits = model(part[:, :-1])  # (B / grad_accum, seq_len, V)
                     part_loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
-                scaler.scale(part_loss / s.grad_accum).backward()
+                t.scaler.scale(part_loss / s.grad_accum).backward()
                 loss += part_loss.detach() / s.grad_accum
-            common.update(model, optimizer, scaler, step, s)
-            recent.append(loss)
+            common.update(model, loss, s, t)
+            if common.evaluation_due(s, t):
+                with t.clock.paused():
+                    val_loss = evaluate(model, corpus.val_ids, s)
+                common.log(model, s, t, score=-val_loss, val_loss=val_loss)
+            else:
+                common.log(model, s, t)
+    common.stop_if_interrupted(model, s, t)
 
-            evaluating = step % s.eval_interval == 0 or step == s.max_iters
-            if evaluating or step % s.log_interval == 0 or step == 1:
-                row = dict(iter=step, seconds=f"{clock.seconds:.2f}",
-                           learning_rate=common.learning_rate(step, s),
-                           train_loss=common.check_finite(recent, step))
-                recent.clear()
-                progress.show(step, row["train_loss"])
-                if evaluating:
-                    with clock.paused():
-                        val_loss = row["val_loss"] = evaluate(model, val_ids, s)
-                        progress.say(f"iteration {step:,}: validation loss {val_loss:.4f} (window "
-                                     f"{s.seq_len}), {clock.seconds:.0f} s of training")
-                        if val_loss < best:
-                            best = val_loss
-                            save("best.pt")
-                        save("ckpt.pt")
-                common.append_log(out_dir, **row)
-        if interrupt.number:
-            save("ckpt.pt")
-            print(f"\nstopped after iteration {step:,}; --resume goes on from there")
-            raise SystemExit(128 + interrupt.number)
-
-    # --------------------------------------------------------------------------------- result
-    train_seconds = clock.seconds
-    sample = write(model, vocabulary, s)
+    sample = write(model, prompt_ids, corpus.vocabulary, s)
     print(f"\n{sample}\n")
-    common.draw_curve(out_dir, "nats per character")
+    common.draw_curve(s.out_dir, "nats per character")
     matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
-    common.draw_spatial(matrices, out_dir / "spatial.png")
-    result = common.write_result(
-        s, argv, "train_lm.py", params=params, data=text_name,
-        data_sha256=hashlib.sha256(text.encode("utf-8")).hexdigest(), iters=step,
-        tokens=step * s.batch_size * s.seq_len, train_seconds=train_seconds,
-        eval_seconds=clock.paused_seconds, val_loss=val_loss, best_val_loss=best, sample=sample)
-    print(f"validation loss {val_loss:.4f} nats per character after {train_seconds:.0f} s of "
-          f"training; everything is in {out_dir}")
-    return result
+    common.draw_spatial(matrices, Path(s.out_dir) / "spatial.png")
+    return common.write_result(
+        argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
+        tokens=t.step * s.batch_size * s.seq_len, sample=sample)
 
 
 if __name__ == "__main__":

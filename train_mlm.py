@@ -1,0 +1,216 @@
+"""Train a masked language model on Shakespeare: it reads both ways and fills in blanks.
+
+    python train_mlm.py                                  trains (minutes, no GPU needed)
+    python train_mlm.py --fill="To be, or n__ to be"     fills the blanks of a line
+    python train_mlm.py --model=gmlp                     another architecture, the same everything
+
+Results go to out/mlm. To take this script along, copy gmlp.py, mixer.py and train_common.py too.
+"""
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import train_common as common
+from gmlp import GMLPLanguageModel
+from mixer import EncoderLanguageModel
+
+IGNORE = -100  # the target of a position that does not count, cross_entropy's default
+BLANK = "_"  # stands for [MASK] in what we print, and in --fill
+
+# Every knob of a run. `laptop` is whole, the others list what they change; "laptop/gmlp" is what
+# changes under that model, "laptop/float32" what changes in that dtype.
+PRESETS = {
+    "laptop": dict(
+        model="mixer", toeplitz=True, positions="none", mask_prob=0.15,
+        seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=256,
+        dropout=0.0, drop_path=0.0,
+        batch_size=16, grad_accum=1, max_iters=1600, eval_interval=200, log_interval=20,
+        schedule="linear", learning_rate=3e-3, min_lr=0.0, warmup_iters=50,
+        beta2=0.99, weight_decay=0.1, grad_clip=1.0,
+        data=None, seed=1, dtype="auto", compile=False),
+    "laptop/gmlp": dict(learning_rate=8e-3),
+    "laptop/amlp": dict(learning_rate=8e-3),
+    "laptop/transformer": dict(positions="learned", n_heads=4, learning_rate=2e-3),
+    "laptop/float32": dict(max_iters=800, eval_interval=100),
+    "gpu": dict(
+        model="gmlp", seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.1,
+        batch_size=64, learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
+    "gpu/transformer": dict(positions="learned"),
+    # labml.ai's annotated MLP-Mixer experiment, 1,024 passes (Adam is AdamW without decay)
+    "classic": dict(
+        positions="sinusoidal", seq_len=32, batch_size=64, d_model=128, d_ffn=256, d_token=128,
+        n_layers=6, dropout=0.1, max_iters=502_000, schedule="noam", learning_rate=1.0,
+        warmup_iters=2000, beta2=0.999, weight_decay=0.0, eval_interval=2000, log_interval=100),
+}
+
+
+def parse_flags(argv):
+    parser = common.Parser(__doc__)
+    models = ("mixer", "gmlp", "amlp", "transformer")
+    common.add_common_flags(parser, PRESETS, models, "mlm")
+    add = parser.add_argument
+    add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
+    add("--mask_prob", type=common.number(float, 0, 1), help="share of the positions to predict")
+    add("--fill", help=f"only fill the blanks ({BLANK}) of this text, from OUT_DIR/best.pt")
+    return common.read_settings(parser, PRESETS, argv, "mlm")
+
+
+def build_model(s, vocab_size):
+    shared = dict(causal=False, positions=None if s.positions == "none" else s.positions,
+                  dropout=s.dropout, drop_path=s.drop_path)
+    sizes = vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers
+    if s.model in ("gmlp", "amlp"):
+        return GMLPLanguageModel(*sizes, toeplitz=s.toeplitz, n_heads=s.n_heads,
+                                 d_attn=s.d_attn if s.model == "amlp" else None, **shared)
+    token_mixer = "mixer" if s.model == "mixer" else "attention"
+    return EncoderLanguageModel(*sizes, token_mixer=token_mixer, d_token=s.d_token,
+                                n_heads=s.n_heads, **shared)
+
+
+def mask_tokens(ids, n_chars, mask_id, *, mask_prob=0.15, generator=None):
+    """BERT's masking (Devlin et al. 2018, arXiv:1810.04805, section 3.1): ids of any shape ->
+    (inputs, targets) of that shape, ids untouched.
+
+    Each position is chosen with mask_prob. Of the chosen, 80 % are shown as mask_id, 10 % as a
+    random character (ids 0 to n_chars - 1), 10 % as they are. targets is IGNORE where not chosen.
+    """
+    u = torch.rand(ids.shape, generator=generator).to(ids.device)
+    characters = torch.randint(n_chars, ids.shape, generator=generator).to(ids.device)
+    swapped = (0.8 * mask_prob <= u) & (u < 0.9 * mask_prob)
+    inputs = torch.where(swapped, characters, ids).masked_fill(u < 0.8 * mask_prob, mask_id)
+    return inputs, ids.masked_fill(u >= mask_prob, IGNORE)
+
+
+def masked_loss(logits, targets):
+    """logits (B, n, V), targets (B, n) -> the sum of the losses where targets count, in nats."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE,
+                           reduction="sum")
+
+
+@torch.no_grad()
+def evaluate(model, ids, n_chars, s):
+    """(loss, accuracy) on the chosen positions of all of ids (length,), cut into consecutive
+    windows of seq_len, the short last one included. The masks are the same in every run."""
+    was_training = model.training
+    model.eval()
+    inputs, targets = mask_tokens(ids, n_chars, n_chars, mask_prob=s.mask_prob,
+                                  generator=torch.Generator().manual_seed(0))
+    cut = len(ids) // s.seq_len * s.seq_len
+    x_batches = inputs[:cut].view(-1, s.seq_len).split(64)  # (up to 64, seq_len) each
+    y_batches = targets[:cut].view(-1, s.seq_len).split(64)
+    total = correct = 0.0
+    for x, y in [*zip(x_batches, y_batches), (inputs[None, cut:], targets[None, cut:])]:
+        if x.numel():
+            y = y.to(s.device)
+            with common.autocast(s):
+                logits = model(x.to(s.device))  # (B, n, V)
+            total += masked_loss(logits, y).item()
+            correct += (logits.argmax(dim=-1) == y).sum().item()
+    model.train(was_training)
+    count = max(1, (targets != IGNORE).sum().item())
+    return total / count, correct / count
+
+
+@torch.no_grad()
+def guess(model, inputs, n_chars, s):
+    """inputs (n,), n_chars where masked -> (n,), with the likeliest character in those places."""
+    was_training = model.training
+    model.eval()
+    with common.autocast(s):
+        logits = model(inputs[None].to(s.device))[0].cpu()  # (n, V)
+    model.train(was_training)
+    best = logits[:, :n_chars].argmax(dim=-1)  # a character, never [MASK]
+    return torch.where(inputs == n_chars, best, inputs)
+
+
+def show_guesses(model, ids, vocabulary, s):
+    """Three lines of ids (length,): with letters masked, as guessed, and as they are."""
+    length, n_chars = min(72, s.seq_len), len(vocabulary)
+    generator = torch.Generator().manual_seed(s.seed)
+    symbols = vocabulary.replace("\n", "/") + BLANK
+    for start in (0, (len(ids) - s.seq_len) // 2, len(ids) - s.seq_len):
+        truth = ids[start: start + s.seq_len]
+        masked = torch.rand(truth.shape, generator=generator) < s.mask_prob
+        inputs = truth.masked_fill(masked, n_chars)
+        guessed = guess(model, inputs, n_chars, s)
+        print()
+        for name, line in (("masked", inputs), ("guess", guessed), ("truth", truth)):
+            print(f"{name:7}", "".join(symbols[i] for i in line[:length].tolist()))
+        print("+ right", "".join(" " if not m else "+" if g == t else "-" for m, g, t in
+                                 zip(masked[:length], guessed[:length], truth[:length])))
+
+
+def fill(model, vocabulary, s):
+    """The text of --fill with its blanks filled."""
+    inputs = common.encode(s.fill, vocabulary + BLANK, "--fill")  # a blank becomes n_chars
+    filled = guess(model, inputs, len(vocabulary), s)
+    return "".join(vocabulary[i] for i in filled.tolist())
+
+
+def main(argv=None):
+    s, checkpoint = parse_flags(argv)
+    if s.fill is not None and BLANK not in s.fill:
+        common.fail(f'--fill has no blank to fill: mark each with {BLANK}, "To be, or n__ to be"')
+    common.check_sizes(build_model, s, 2)
+
+    if s.fill:  # needs no data
+        vocabulary = checkpoint["vocabulary"]
+        inputs = common.encode(s.fill, vocabulary + BLANK, "--fill")  # a blank becomes [MASK]
+        model = common.new_model(build_model, s, len(vocabulary) + 1, checkpoint=checkpoint)
+        text = "".join(vocabulary[i] for i in guess(model, inputs, len(vocabulary), s).tolist())
+        print(text)
+        return dict(model=s.model, iters=checkpoint["step"], fill=text)
+
+    corpus = common.load_corpus(s, checkpoint)
+    n_chars = len(corpus.vocabulary)  # also the id of [MASK]
+    model = common.new_model(build_model, s, n_chars + 1, checkpoint=checkpoint)
+
+    if s.eval:
+        val_loss, val_accuracy = evaluate(model, corpus.val_ids, n_chars, s)
+        print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per masked "
+              f"character (perplexity {math.exp(val_loss):.2f}), accuracy {val_accuracy:.2%}, "
+              f"window {s.seq_len}")
+        return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss,
+                    val_accuracy=val_accuracy)
+
+    t = common.start_training("mlm", s, model, checkpoint, "tokens", s.batch_size * s.seq_len,
+                              vocabulary=corpus.vocabulary)
+    windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len, 1)  # (starts, seq_len)
+    with t.interrupt:
+        while t.step < s.max_iters and not t.interrupt.number:
+            t.step += 1
+            starts = torch.randint(len(windows), (s.batch_size,), generator=t.generator)
+            inputs, targets = mask_tokens(windows[starts.to(s.device)], n_chars, n_chars,
+                                          mask_prob=s.mask_prob, generator=t.generator)
+            count = (targets != IGNORE).sum().clamp(min=1)  # with none chosen the loss is 0
+            loss = 0.0
+            for x, y in zip(inputs.chunk(s.grad_accum), targets.chunk(s.grad_accum)):
+                with common.autocast(s):
+                    logits = model(x)  # (B / grad_accum, seq_len, V)
+                part_loss = masked_loss(logits, y) / count
+                t.scaler.scale(part_loss).backward()
+                loss += part_loss.detach()
+            common.update(model, loss, s, t)
+            if common.evaluation_due(s, t):
+                with t.clock.paused():
+                    val_loss, val_accuracy = evaluate(model, corpus.val_ids, n_chars, s)
+                common.log(model, s, t, score=-val_loss, val_loss=val_loss,
+                           val_accuracy=val_accuracy)
+            else:
+                common.log(model, s, t)
+    common.stop_if_interrupted(model, s, t)
+
+    show_guesses(model, corpus.val_ids, corpus.vocabulary, s)
+    common.draw_curve(s.out_dir, "nats per masked character")
+    if s.model in ("gmlp", "amlp"):
+        matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
+        common.draw_spatial(matrices, Path(s.out_dir) / "spatial.png")
+    return common.write_result(
+        argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
+        tokens=t.step * s.batch_size * s.seq_len)
+
+
+if __name__ == "__main__":
+    common.run(main)
