@@ -22,6 +22,7 @@ from torch import nn
 import gmlp
 import train_common as common
 import train_lm
+import train_mlm
 from gmlp import (GMLP, GMLP_SIZES, DropPath, GMLPBlock, GMLPImageClassifier, GMLPLanguageModel,
                   SpatialGatingUnit, TinyAttention)
 
@@ -582,8 +583,7 @@ def test_no_network_is_told(tmp_path, monkeypatch, no_network, capsys):
 
 TEXT = "".join(f"{name}:\nWhat say you to {i}, {name.lower()}?\n\n" for i in range(150) for name in ("ANN", "Bob", "éva"))
 TINY = ["--device=cpu", "--dtype=float32", "--seq_len=16", "--d_model=16", "--d_ffn=24", "--n_layers=2", "--n_heads=2",
-        "--batch_size=4", "--max_iters=20", "--eval_interval=10", "--log_interval=5", "--warmup_iters=2",
-        "--max_new_tokens=20"]
+        "--batch_size=4", "--max_iters=20", "--eval_interval=10", "--log_interval=5", "--warmup_iters=2"]
 
 
 @pytest.fixture(scope="session")
@@ -593,14 +593,30 @@ def text_file(tmp_path_factory):
     return path
 
 
+def tiny_job(script, tmp_path, text_file):
+    """script.main with tiny sizes and a folder of its own; other flags as arguments. tiny=False where the sizes
+    come from a checkpoint."""
+    def call(*flags, tiny=True, out="out"):
+        sizes = TINY + (["--max_new_tokens=20"] if script is train_lm else [])
+        return script.main([*(sizes if tiny else []), f"--data={text_file}", f"--out_dir={tmp_path / out}", *flags])
+    call.script, call.out = script, tmp_path / "out"
+    return call
+
+
 @pytest.fixture
 def lm(tmp_path, text_file):
-    """train_lm.main with tiny sizes; its own folder, other flags as arguments. TINY is left out where the sizes
-    come from a checkpoint or a preset."""
-    def call(*flags, tiny=True, out="out"):
-        return train_lm.main([*(TINY if tiny else []), f"--data={text_file}", f"--out_dir={tmp_path / out}", *flags])
-    call.out = tmp_path / "out"
-    return call
+    return tiny_job(train_lm, tmp_path, text_file)
+
+
+@pytest.fixture
+def mlm(tmp_path, text_file):
+    return tiny_job(train_mlm, tmp_path, text_file)
+
+
+@pytest.fixture(params=[train_lm, train_mlm], ids=["lm", "mlm"])
+def job(request, tmp_path, text_file):
+    """Either script: for what they share."""
+    return tiny_job(request.param, tmp_path, text_file)
 
 
 def weights(path):
@@ -611,24 +627,25 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_a_run_leaves_everything(lm, capsys):
+def test_a_run_leaves_everything(job, capsys):
     """Cases 14, 35 and 39: a run leaves its checkpoints (plain types), log, result and pictures, its first loss
     is near ln V, and it says what it does."""
-    result = lm()
-    assert json.loads((lm.out / "result.json").read_text(encoding="utf-8")) == json.loads(json.dumps(result))
+    result = job()
+    assert json.loads((job.out / "result.json").read_text(encoding="utf-8")) == json.loads(json.dumps(result))
     for key in ("command", "model", "preset", "params", "config", "data", "data_sha256", "seed", "device", "dtype",
                 "torch", "threads", "iters", "tokens", "train_seconds", "eval_seconds", "val_loss", "best_val_loss"):
         assert key in result
     assert result["tokens"] == 20 * 4 * 16 and result["iters"] == 20 and result["train_seconds"] > 0
-    assert {p.name for p in lm.out.iterdir()} >= {"ckpt.pt", "best.pt", "log.csv", "result.json", "spatial.png"}
-    log = common.read_log(lm.out)
+    assert {p.name for p in job.out.iterdir()} >= {"ckpt.pt", "best.pt", "log.csv", "result.json", "curve.png"}
+    assert (job.out / "spatial.png").exists() == (job.script is train_lm)  # train_mlm's Mixer has no gate
+    log = common.read_log(job.out)
     assert [int(row["iter"]) for row in log] == [1, 5, 10, 15, 20]
     assert float(log[0]["train_loss"]) == pytest.approx(math.log(len(set(TEXT))), rel=0.15)
-    assert float(log[-1]["val_loss"]) == result["val_loss"] < float(log[2]["val_loss"])
-    checkpoint = torch.load(lm.out / "ckpt.pt", weights_only=True)
+    assert float(log[-1]["val_loss"]) == result["val_loss"]
+    checkpoint = torch.load(job.out / "ckpt.pt", weights_only=True)
     assert checkpoint["step"] == 20 and checkpoint["vocabulary"] == "".join(sorted(set(TEXT)))
     said = capsys.readouterr().out
-    for word in ("gmlp", "parameters", "characters", "cpu, float32", "linear", "tokens", "val_loss"):
+    for word in (result["model"], "parameters", "characters", "cpu, float32", "linear", "tokens", "val_loss"):
         assert word in said
 
 
@@ -649,17 +666,18 @@ def test_evaluation_sees_every_character(lm, text_file):
     assert torch.cat(losses).mean().item() == pytest.approx(loss, abs=1e-5)
 
 
-def test_evaluation_changes_no_update(lm):
+def test_evaluation_changes_no_update(job):
     """Evaluating more often leaves the training bits alone, dropout and all."""
     for interval in (3, 20):
-        lm("--dropout=0.2", "--drop_path=0.2", f"--eval_interval={interval}", out=f"every{interval}")
-    assert equal(*(weights(lm.out.parent / f"every{i}/ckpt.pt") for i in (3, 20)))
+        job("--dropout=0.2", "--drop_path=0.2", f"--eval_interval={interval}", out=f"every{interval}")
+    assert equal(*(weights(job.out.parent / f"every{i}/ckpt.pt") for i in (3, 20)))
 
 
-def test_evaluation_is_in_eval_mode(lm, monkeypatch):
+def test_evaluation_is_in_eval_mode(job, monkeypatch):
     """Case 40: dropout and DropPath sleep during every evaluation and are awake in every update."""
     modes = {"forward": [], "evaluate": []}
-    evaluate, build, where = train_lm.evaluate, train_lm.build_model, ["forward"]
+    script, where = job.script, ["forward"]
+    evaluate, build = script.evaluate, script.build_model
     def watched_evaluate(*args):
         where[0] = "evaluate"
         loss = evaluate(*args)
@@ -670,18 +688,18 @@ def test_evaluation_is_in_eval_mode(lm, monkeypatch):
         for module in model.modules():
             module.register_forward_pre_hook(lambda m, _: modes[where[0]].append(m.training))
         return model
-    monkeypatch.setattr(train_lm, "evaluate", watched_evaluate)
-    monkeypatch.setattr(train_lm, "build_model", watched_build)
-    monkeypatch.setattr(train_lm, "write", lambda *_: "")
-    lm("--dropout=0.2", "--drop_path=0.2")
+    monkeypatch.setattr(script, "evaluate", watched_evaluate)
+    monkeypatch.setattr(script, "build_model", watched_build)
+    monkeypatch.setattr(script, "write" if script is train_lm else "show_guesses", lambda *_: "")
+    job("--dropout=0.2", "--drop_path=0.2")
     assert modes["forward"] and all(modes["forward"]) and modes["evaluate"] and not any(modes["evaluate"])
 
 
-def test_gradient_accumulation_has_the_right_mean(lm):
+def test_gradient_accumulation_has_the_right_mean(job):
     """A batch in four parts takes the same steps as in one, to rounding."""
-    whole, parts = lm(out="whole"), lm("--grad_accum=4", out="parts")
+    whole, parts = job(out="whole"), job("--grad_accum=4", out="parts")
     assert parts["val_loss"] == pytest.approx(whole["val_loss"], abs=1e-4)
-    log = [[float(row["train_loss"]) for row in common.read_log(lm.out.parent / out)] for out in ("whole", "parts")]
+    log = [[float(row["train_loss"]) for row in common.read_log(job.out.parent / out)] for out in ("whole", "parts")]
     assert log[0] == pytest.approx(log[1], abs=1e-4)
 
 
@@ -696,14 +714,14 @@ def interrupt_at(monkeypatch, step, number=signal.SIGINT):
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals(lm, monkeypatch, number, status, capsys):
+def test_signals(job, monkeypatch, number, status, capsys):
     """Case 35: Ctrl-C and SIGTERM finish the step, save, and exit with 130 and 143; the handlers are given back."""
     before = signal.getsignal(number)
     interrupt_at(monkeypatch, 7, number)
     with pytest.raises(SystemExit) as stop:
-        lm()
+        job()
     assert stop.value.code == status and signal.getsignal(number) == before
-    assert torch.load(lm.out / "ckpt.pt", weights_only=True)["step"] == 7
+    assert torch.load(job.out / "ckpt.pt", weights_only=True)["step"] == 7
     assert "--resume" in capsys.readouterr().out
 
 
@@ -733,22 +751,22 @@ def test_resume_has_the_same_bits(tmp_path, monkeypatch):
     assert logs[0] == logs[1]
 
 
-def test_resume_further(lm, capsys):
+def test_resume_further(job, capsys):
     """A finished run goes on with a larger --max_iters, and says that the schedule changes; as it is, it only
     repeats its result; a smaller one is refused."""
-    first = lm()
-    assert lm("--resume", tiny=False)["val_loss"] == pytest.approx(first["val_loss"], abs=1e-6)
-    longer = lm("--resume", "--max_iters=30", tiny=False)
+    first = job()
+    assert job("--resume", tiny=False)["val_loss"] == pytest.approx(first["val_loss"], abs=1e-6)
+    longer = job("--resume", "--max_iters=30", tiny=False)
     assert "schedule changes" in capsys.readouterr().out
     assert longer["iters"] == 30 and longer["train_seconds"] > first["train_seconds"]
-    exits(lambda: lm("--resume", "--max_iters=25", tiny=False), 30, 25, capsys=capsys)
+    exits(lambda: job("--resume", "--max_iters=25", tiny=False), 30, 25, capsys=capsys)
 
 
-def test_resume_obeys_flags(lm):
+def test_resume_obeys_flags(job):
     """--resume with another weight decay trains with it: the optimizer's saved settings do not win."""
-    lm()
-    lm("--resume", "--max_iters=30", "--weight_decay=0.5", "--beta2=0.9", tiny=False)
-    groups = torch.load(lm.out / "ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
+    job()
+    job("--resume", "--max_iters=30", "--weight_decay=0.5", "--beta2=0.9", tiny=False)
+    groups = torch.load(job.out / "ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0] and groups[0]["betas"][1] == 0.9
 
 
@@ -769,6 +787,8 @@ def test_bad_prompts(lm, capsys):
     lm()
     exits(lambda: lm("--sample", "--prompt=naïve €", tiny=False), "ï", "€", capsys=capsys)
     exits(lambda: lm("--sample", "--prompt=", tiny=False), "empty", capsys=capsys)
+    exits(lambda: lm("--prompt=€", out="untrained"), "€", capsys=capsys)
+    assert not (lm.out.parent / "untrained").exists()
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -782,19 +802,19 @@ def test_bad_prompts(lm, capsys):
     (["--model=bert"], ["bert", "gmlp"]),
     (["--preset=huge"], ["huge", "laptop"]),
     (["--schedule=step"], ["step", "noam"]),
-    (["--d_ffn=25"], ["25", "4"]),
+    (["--model=gmlp", "--d_ffn=25"], ["25", "4"]),
+    (["--model=transformer", "--d_model=15"], ["15", "2"]),
     (["--batch_size=6", "--grad_accum=4"], ["6", "4"]),
     (["--device=tpu"], ["tpu", "auto"]),
     (["--schedule=noam", "--warmup_iters=0"], ["warmup"]),
-    (["--resume", "--sample"], ["--resume", "--sample"]),
+    (["--resume", "--eval"], ["--resume", "--eval"]),
     (["extra"], ["extra"]),
-    (["--seed=-1"], ["-1"]),
-    (["--prompt="], ["empty"])])
-def test_bad_flags(lm, flags, words, monkeypatch, capsys):
+    (["--seed=-1"], ["-1"])])
+def test_bad_flags(job, flags, words, monkeypatch, capsys):
     """Case 33: a bad flag or impossible combination is one sentence and status 2, before anything is loaded."""
     monkeypatch.setattr(common, "load_text", lambda *_: pytest.fail("data loaded before the flags were checked"))
-    exits(lambda: lm(*flags), *words, capsys=capsys)
-    assert not lm.out.exists()
+    exits(lambda: job(*flags), *words, capsys=capsys)
+    assert not job.out.exists()
 
 
 def test_booleans(text_file):
@@ -816,6 +836,9 @@ def test_default_preset(monkeypatch):
         with torch.device("meta"):
             params[preset] = sum(p.numel() for p in train_lm.build_model(settings(preset=preset), 65).parameters())
     assert params["gpu"] <= 10.65e6 and params["small"] == pytest.approx(1.4e6, rel=0.05)
+    s = settings(preset="nanogpt")
+    assert (s.model, s.positions, s.schedule, s.dtype, s.beta2) == ("transformer", "auto", "cosine", "float32", 0.99)
+    assert train_lm.build_model(s, 65).trunk.positions == "learned"
 
 
 def test_bad_texts(lm, tmp_path, capsys):
@@ -864,16 +887,16 @@ def test_checkpoints_are_whole_or_old(tmp_path, monkeypatch, capsys):
     assert common.load_checkpoint(path)["step"] == 1 and list(tmp_path.iterdir()) == [path]
 
 
-def test_divergence_stops_the_run(lm, capsys):
+def test_divergence_stops_the_run(job, capsys):
     """Case 27: a loss that is not finite ends the run, names the iteration and keeps the last good checkpoint."""
-    lm("--max_iters=5")
-    good = (lm.out / "ckpt.pt").read_bytes()
-    exits(lambda: lm("--resume", "--max_iters=60", "--learning_rate=1e30", tiny=False), "not finite at iteration",
+    job("--max_iters=5")
+    good = (job.out / "ckpt.pt").read_bytes()
+    exits(lambda: job("--resume", "--max_iters=60", "--learning_rate=1e30", tiny=False), "not finite at iteration",
           "--learning_rate", status=1, capsys=capsys)
-    assert (lm.out / "ckpt.pt").read_bytes() == good
-    exits(lambda: lm("--learning_rate=1e6", "--max_iters=60", "--eval_interval=60", out="diverged"), "not finite at iteration",
+    assert (job.out / "ckpt.pt").read_bytes() == good
+    exits(lambda: job("--learning_rate=1e6", "--max_iters=60", "--eval_interval=60", out="diverged"), "not finite at iteration",
           status=1, capsys=capsys)
-    assert not (lm.out.parent / "diverged/ckpt.pt").exists()
+    assert not (job.out.parent / "diverged/ckpt.pt").exists()
 
 
 def test_matplotlib_is_optional(lm, monkeypatch, capsys):
@@ -886,17 +909,18 @@ def test_matplotlib_is_optional(lm, monkeypatch, capsys):
 
 
 def test_models_of_the_language_script(lm):
-    """aMLP, free W and positions train, save, evaluate and write by a flag."""
-    for flags in (["--model=amlp"], ["--toeplitz=False"], ["--positions=learned"], ["--positions=sinusoidal"]):
+    """Every model, free W and positions train, save, evaluate, resume and write by a flag."""
+    for flags in (["--model=amlp"], ["--model=mixer"], ["--model=transformer"], ["--toeplitz=False"],
+                  ["--positions=learned"], ["--positions=sinusoidal"]):
         result = lm(*flags, "--max_iters=6", "--eval_interval=6")
         assert lm("--eval", tiny=False)["val_loss"] == pytest.approx(result["val_loss"], abs=1e-6)
         lm("--resume", "--max_iters=8", tiny=False)
         assert len(lm("--sample", tiny=False)["sample"]) == 21
 
 
-def test_float16_and_bfloat16_train(lm):
+def test_float16_and_bfloat16_train(job):
     """Each dtype trains on the CPU, float16 with its scaler, to nearly the same loss."""
-    losses = [lm(f"--dtype={dtype}", out=dtype)["val_loss"] for dtype in ("float32", "bfloat16", "float16")]
+    losses = [job(f"--dtype={dtype}", out=dtype)["val_loss"] for dtype in ("float32", "bfloat16", "float16")]
     assert max(losses) - min(losses) < 0.05
 
 
@@ -929,6 +953,120 @@ def test_compiled_checkpoints_have_plain_names(lm, monkeypatch):
     lm("--compile", "--max_iters=3")
     assert compiled and not any("_orig_mod" in name for name in weights(lm.out / "ckpt.pt"))
     lm("--resume", "--compile=False", "--max_iters=5", tiny=False)
+
+
+# -------------------------------------------------------------------------------- train_mlm.py
+
+
+def test_masking_proportions():
+    """Cases 19 and 20: of a million positions 15 % are chosen; of those 80 % are shown as [MASK], 10 % as a random
+    character (never [MASK]), 10 % as they are, all within .002; the rest is untouched."""
+    ids = torch.randint(50, (1000, 1000), generator=torch.Generator().manual_seed(0))
+    before = ids.clone()
+    inputs, targets = train_mlm.mask_tokens(ids, 50, 50, generator=torch.Generator().manual_seed(1))
+    chosen = targets != train_mlm.IGNORE
+    assert torch.equal(ids, before) and torch.equal(targets[chosen], ids[chosen])
+    assert torch.equal(inputs[~chosen], ids[~chosen])
+    assert chosen.float().mean().item() == pytest.approx(0.15, abs=0.002)
+    shown, true = inputs[chosen], ids[chosen]
+    masked = (shown == 50).float().mean().item()
+    same = (shown == true).float().mean().item()
+    assert masked == pytest.approx(0.8, abs=0.002)
+    assert same == pytest.approx(0.1 + 0.1 / 50, abs=0.002)  # a random draw may hit the truth
+    swapped = shown[(shown != 50) & (shown != true)]
+    assert len(swapped) > 10_000 and set(swapped.tolist()) == set(range(50))
+
+
+def test_random_characters_are_characters():
+    """Case 20: 100,000 replacements are characters only, each about equally often."""
+    ids = torch.zeros(1_000_000, dtype=torch.long)
+    inputs, _ = train_mlm.mask_tokens(ids, 9, 9, mask_prob=1.0, generator=torch.Generator().manual_seed(0))
+    counts = inputs.bincount(minlength=10)
+    assert counts[9] == pytest.approx(800_000, abs=2000)
+    assert all(count == pytest.approx(100_000 / 9, rel=0.05) for count in counts[1:9].tolist())
+
+
+def test_id_zero_is_a_character():
+    """Case 21: in a text of id 0 alone the chosen positions count like any others."""
+    ids = torch.zeros(4, 100, dtype=torch.long)
+    _, targets = train_mlm.mask_tokens(ids, 5, 5, generator=torch.Generator().manual_seed(0))
+    assert 30 < (targets == 0).sum() < 90
+    logits = torch.zeros(4, 100, 6)
+    loss = train_mlm.masked_loss(logits, targets) / (targets != train_mlm.IGNORE).sum()
+    assert loss.item() == pytest.approx(math.log(6), abs=1e-5)
+
+
+def test_a_batch_with_nothing_masked(mlm):
+    """Case 18: with hardly anything chosen the batches count zero, the loss stays finite and the run ends."""
+    result = mlm("--mask_prob=0.0005", "--batch_size=1", "--max_iters=12", "--eval_interval=6", "--log_interval=1")
+    losses = [float(row["train_loss"]) for row in common.read_log(mlm.out)]
+    assert losses.count(0.0) > 6 and all(map(math.isfinite, losses)) and math.isfinite(result["val_loss"])
+
+
+def test_masked_validation_is_always_the_same(mlm, monkeypatch):
+    """Case 22: the validation figures depend on the weights alone, not on batch size or seed; they are the means
+    over all chosen positions of the split, short last window included."""
+    result = mlm()
+    again = mlm("--eval", "--batch_size=7", "--seed=99", tiny=False)
+    assert (again["val_loss"], again["val_accuracy"]) == (result["best_val_loss"], result["best_val_accuracy"])
+    checkpoint = common.load_checkpoint(mlm.out / "best.pt")
+    s, vocabulary = common.types.SimpleNamespace(**checkpoint["config"]), checkpoint["vocabulary"]
+    model = common.new_model(train_mlm.build_model, s, len(vocabulary) + 1, checkpoint=checkpoint).eval()
+    ids = common.encode(TEXT[int(0.9 * len(TEXT)):], vocabulary, "")
+    inputs, targets = train_mlm.mask_tokens(ids, len(vocabulary), len(vocabulary),
+                                            generator=torch.Generator().manual_seed(0))
+    losses, hits = [], []
+    for begin in range(0, len(ids), 16):
+        x, y = inputs[begin: begin + 16], targets[begin: begin + 16]
+        logits, chosen = model(x[None])[0], y != train_mlm.IGNORE
+        losses += F.cross_entropy(logits[chosen], y[chosen], reduction="none").tolist()
+        hits += (logits.argmax(dim=-1) == y)[chosen].tolist()
+    assert len(ids) % 16 and len(losses) == (targets != train_mlm.IGNORE).sum()
+    assert sum(losses) / len(losses) == pytest.approx(again["val_loss"], abs=1e-5)
+    assert sum(hits) / len(hits) == again["val_accuracy"]
+
+
+def test_masked_resume_has_the_same_bits(mlm, monkeypatch):
+    """Case 37: the masks too go on as if the run had never been stopped, for every model."""
+    for model in ("mixer", "gmlp", "amlp", "transformer"):
+        flags = [f"--model={model}", "--dropout=0.1", "--drop_path=0.1"]
+        mlm(*flags, out="whole")
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            interrupt_at(patch, 7)
+            mlm(*flags, out="halves")
+        mlm("--resume", tiny=False, out="halves")
+        assert equal(*(weights(mlm.out.parent / f"{out}/ckpt.pt") for out in ("whole", "halves")))
+
+
+def test_filling_blanks(mlm, tmp_path, capsys):
+    """--fill answers from the checkpoint alone, changes the blanks and nothing else, and refuses a text without a
+    blank, with unknown characters, or longer than the window of a model that has one."""
+    mlm()
+    at = [f"--out_dir={mlm.out}", "--data=gone.txt"]
+    text = train_mlm.main([*at, "--fill=What s_y yo_"])["fill"]
+    assert len(text) == 12 and "_" not in text
+    assert all(a == b for a, b in zip(text, "What s_y yo_") if b != "_")
+    exits(lambda: train_mlm.main([*at, "--fill=What"]), "blank", capsys=capsys)
+    exits(lambda: train_mlm.main([*at, "--fill=€_"]), "€", capsys=capsys)
+    exits(lambda: train_mlm.main([*at, "--fill=What say you to 17, _ob?"]), 24, 16, capsys=capsys)
+
+
+def test_guesses_are_marked(mlm, capsys):
+    """After training, three lines are shown masked, guessed and true, with + for right and - for wrong."""
+    mlm("--max_iters=2", "--seq_len=64")
+    lines = [line[8:] for line in capsys.readouterr().out.splitlines()
+             if line.startswith(("masked ", "guess ", "truth ", "+ right "))]
+    assert len(lines) == 12
+    for masked, guess, truth, marks in zip(*[iter(lines)] * 4):
+        assert "_" in masked
+        for m, g, t, mark in zip(masked, guess, truth, marks):
+            assert mark == (" " if m != "_" else "+" if g == t else "-") and (m == "_" or m == g == t)
+
+
+def test_scripts_know_their_checkpoints(mlm, capsys):
+    """A checkpoint of one script is refused by the other, with both names."""
+    mlm("--max_iters=2")
+    exits(lambda: train_lm.main(["--sample", f"--out_dir={mlm.out}"]), "train_mlm.py", "train_lm.py", capsys=capsys)
 
 
 # ------------------------------------------------------------------------- reference outputs

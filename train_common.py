@@ -99,7 +99,8 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--preset", choices=names, help="what to start from (default: gpu on CUDA, else laptop)")
     add("--model", choices=models, help="the architecture")
     add("--toeplitz", **SWITCH, help="the gate's W depends on i - j only")
-    add("--positions", choices=("none", "learned", "sinusoidal"), help="added to the tokens")
+    add("--positions", choices=("auto", "none", "learned", "sinusoidal"),
+        help="what is added to the tokens (auto: learned for attention, else none)")
     add("--data", help="your own data instead of the built-in")
     add("--data_dir", help="where downloaded data is kept (default: data beside the scripts)")
     add("--out_dir", default=str(HERE / "out" / out_dir), help="where everything is written")

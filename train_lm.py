@@ -3,8 +3,9 @@
     python train_lm.py                              trains (minutes, no GPU needed) and writes
     python train_lm.py --sample --prompt="ROMEO:"   writes from the best checkpoint
     python train_lm.py --resume                     goes on after Ctrl-C or a crash, or for longer
+    python train_lm.py --model=transformer          another architecture, the same everything
 
-Results go to out/lm. To take this script along, copy gmlp.py and train_common.py with it.
+Results go to out/lm. To take this script along, copy gmlp.py, mixer.py and train_common.py too.
 """
 import math
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch.nn.functional as F
 
 import train_common as common
 from gmlp import GMLPLanguageModel
+from mixer import EncoderLanguageModel
 
-# Every knob of a run. `laptop` is whole, the others list what they change; "laptop/float32" is what
-# changes in that dtype, where a CPU takes twice as long or more.
+# Every knob of a run. `laptop` is whole, the others list what they change; "laptop/mixer" is what
+# changes under that model, "laptop/float32" in that dtype, where a CPU takes twice as long or more.
 PRESETS = {
     "laptop": dict(
-        model="gmlp", toeplitz=True, positions="none",
+        model="gmlp", toeplitz=True, positions="auto",
         seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=None,
         dropout=0.0, drop_path=0.0,
         batch_size=16, grad_accum=1, max_iters=1600, eval_interval=200, log_interval=20,
@@ -27,6 +29,9 @@ PRESETS = {
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False,
         prompt="\n", max_new_tokens=500, temperature=0.8, top_k=None),
+    "laptop/mixer": dict(d_ffn=256, learning_rate=4e-3),
+    "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
+    "laptop/amlp": dict(d_ffn=320),
     "laptop/float32": dict(max_iters=800, eval_interval=100),
     "small": dict(
         d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, learning_rate=4e-3,
@@ -34,6 +39,11 @@ PRESETS = {
     "gpu": dict(
         seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.2, batch_size=64,
         learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
+    # nanoGPT's recipe for a CPU, published as 1.88: the yardstick
+    "nanogpt": dict(
+        model="transformer", seq_len=64, d_model=128, d_ffn=512, n_layers=4,
+        n_heads=4, batch_size=12, max_iters=2000, eval_interval=250, schedule="cosine",
+        learning_rate=1e-3, min_lr=1e-4, warmup_iters=100, dtype="float32"),
     # labml.ai's annotated gMLP experiment, 128 passes over the text (Adam is AdamW without decay)
     "classic": dict(
         toeplitz=False, positions="sinusoidal", seq_len=256, d_model=512, d_ffn=2048, n_layers=6,
@@ -44,9 +54,10 @@ PRESETS = {
 
 def parse_flags(argv):
     parser = common.Parser(__doc__)
-    common.add_common_flags(parser, PRESETS, ("gmlp", "amlp"), "lm")
+    models = ("gmlp", "amlp", "mixer", "transformer")
+    common.add_common_flags(parser, PRESETS, models, "lm")
     add = parser.add_argument
-    add("--seq_len", type=common.COUNT, help="window: tokens that the gate spans")
+    add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
     add("--sample", **common.SWITCH, help="only write, from OUT_DIR/best.pt")
     add("--prompt", help="what the writing starts from")
     add("--max_new_tokens", type=common.number(int, 0), help="characters to write")
@@ -56,11 +67,16 @@ def parse_flags(argv):
 
 
 def build_model(s, vocab_size):
-    return GMLPLanguageModel(
-        vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers, toeplitz=s.toeplitz,
-        n_heads=s.n_heads, d_attn=s.d_attn if s.model == "amlp" else None,
-        positions=None if s.positions == "none" else s.positions,
-        dropout=s.dropout, drop_path=s.drop_path)
+    sizes = vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers
+    auto = "learned" if s.model == "transformer" else None  # the others know places by themselves
+    positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
+    shared = dict(causal=True, positions=positions, dropout=s.dropout, drop_path=s.drop_path)
+    if s.model in ("gmlp", "amlp"):
+        return GMLPLanguageModel(*sizes, toeplitz=s.toeplitz, n_heads=s.n_heads,
+                                 d_attn=s.d_attn if s.model == "amlp" else None, **shared)
+    token_mixer = "mixer" if s.model == "mixer" else "attention"
+    return EncoderLanguageModel(*sizes, token_mixer=token_mixer, d_token=s.d_token,
+                                n_heads=s.n_heads, **shared)
 
 
 @torch.no_grad()
@@ -145,8 +161,9 @@ def main(argv=None):
     sample = write(model, prompt_ids, corpus.vocabulary, s)
     print(f"\n{sample}\n")
     common.draw_curve(s.out_dir, "nats per character")
-    matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
-    common.draw_spatial(matrices, Path(s.out_dir) / "spatial.png")
+    if s.model in ("gmlp", "amlp"):
+        matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
+        common.draw_spatial(matrices, Path(s.out_dir) / "spatial.png")
     return common.write_result(
         argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
         tokens=t.step * s.batch_size * s.seq_len, sample=sample)

@@ -23,7 +23,7 @@ BLANK = "_"  # stands for [MASK] in what we print, and in --fill
 # changes under that model, "laptop/float32" what changes in that dtype.
 PRESETS = {
     "laptop": dict(
-        model="mixer", toeplitz=True, positions="none", mask_prob=0.15,
+        model="mixer", toeplitz=True, positions="auto", mask_prob=0.15,
         seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=256,
         dropout=0.0, drop_path=0.0,
         batch_size=16, grad_accum=1, max_iters=1600, eval_interval=200, log_interval=20,
@@ -32,12 +32,11 @@ PRESETS = {
         data=None, seed=1, dtype="auto", compile=False),
     "laptop/gmlp": dict(learning_rate=8e-3),
     "laptop/amlp": dict(learning_rate=8e-3),
-    "laptop/transformer": dict(positions="learned", n_heads=4, learning_rate=2e-3),
+    "laptop/transformer": dict(n_heads=4, learning_rate=2e-3),
     "laptop/float32": dict(max_iters=800, eval_interval=100),
     "gpu": dict(
         model="gmlp", seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.1,
         batch_size=64, learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
-    "gpu/transformer": dict(positions="learned"),
     # labml.ai's annotated MLP-Mixer experiment, 1,024 passes (Adam is AdamW without decay)
     "classic": dict(
         positions="sinusoidal", seq_len=32, batch_size=64, d_model=128, d_ffn=256, d_token=128,
@@ -58,9 +57,10 @@ def parse_flags(argv):
 
 
 def build_model(s, vocab_size):
-    shared = dict(causal=False, positions=None if s.positions == "none" else s.positions,
-                  dropout=s.dropout, drop_path=s.drop_path)
     sizes = vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers
+    auto = "learned" if s.model == "transformer" else None  # the others know places by themselves
+    positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
+    shared = dict(causal=False, positions=positions, dropout=s.dropout, drop_path=s.drop_path)
     if s.model in ("gmlp", "amlp"):
         return GMLPLanguageModel(*sizes, toeplitz=s.toeplitz, n_heads=s.n_heads,
                                  d_attn=s.d_attn if s.model == "amlp" else None, **shared)
@@ -159,7 +159,11 @@ def main(argv=None):
         vocabulary = checkpoint["vocabulary"]
         inputs = common.encode(s.fill, vocabulary + BLANK, "--fill")  # a blank becomes [MASK]
         model = common.new_model(build_model, s, len(vocabulary) + 1, checkpoint=checkpoint)
-        text = "".join(vocabulary[i] for i in guess(model, inputs, len(vocabulary), s).tolist())
+        try:
+            filled = guess(model, inputs, len(vocabulary), s)
+        except ValueError as error:  # longer than the window
+            common.fail(f"--fill: {error}")
+        text = "".join(vocabulary[i] for i in filled.tolist())
         print(text)
         return dict(model=s.model, iters=checkpoint["step"], fill=text)
 
