@@ -166,7 +166,7 @@ class PaddedMixer(MLPMixer):
         """x (B, n, d) -> (B, n, d)."""
         n = x.shape[-2]
         x = F.pad(x, (0, 0, 0, max(0, self.n_tokens - n)))  # (B, n_tokens, d)
-        return super().mix(x)[:, :n]  # (B, n, d)
+        return super().mix(x)[..., :n, :]  # (B, n, d)
 
 
 class DropPath(nn.Module):
@@ -254,6 +254,8 @@ class EncoderLanguageModel(nn.Module):
         self.seq_len, self.causal = seq_len, causal
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.trunk = Encoder(n_layers, d_model, d_ff, seq_len, causal=causal, **encoder_options)
+        if self.trunk.positions == "learned":  # as in GPT-2: tokens and places weigh the same
+            nn.init.normal_(self.embedding.weight, std=0.02)
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, ids, mask=None):

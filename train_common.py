@@ -134,7 +134,8 @@ def add_common_flags(parser, presets, models, out_dir):
 
 # What a checkpoint fixes for good; and what makes a run something else than a fresh training.
 ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn",
-                "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset")
+                "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset",
+                "in_channels", "recipe")
 MODES = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
 
 
@@ -586,19 +587,31 @@ def draw_curve(out_dir, ylabel):
     write_file(Path(out_dir) / "curve.png", buffer.getvalue())
 
 
-def draw_spatial(matrices, path):
+def draw_spatial(matrices, path, marks=()):
     """The gate's W of each layer, (h, n, n) a layer, as a picture: a column a layer, a row a head.
-    Red adds, blue subtracts, white is zero; each W is scaled to its largest entry, by square roots
-    so that small ones show."""
-    from torchvision.utils import save_image
+    Each W is scaled to its largest entry, by square roots so that small ones show. marks: the
+    (row, column) to mark by a dot, for each row of the picture."""
     W = torch.stack(matrices, dim=1).flatten(0, 1).detach().float().cpu()  # (h * layers, n, n)
     W = W / W.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-12)
-    W = W.sign() * W.abs().sqrt()
-    red, green, blue = 1 + W.clamp(max=0), 1 - W.abs(), 1 - W.clamp(min=0)
-    colours = torch.stack([red, green, blue], dim=1)  # (h * layers, 3, n, n)
-    colours = nn.functional.interpolate(colours, scale_factor=max(1, 256 // W.shape[-1]))
+    zoom = max(1, 256 // W.shape[-1])
+    tiles = nn.functional.interpolate(red_and_blue(W.sign() * W.abs().sqrt()), scale_factor=zoom)
+    for i, (row, column) in enumerate(marks):
+        y, x, r = zoom * row + zoom // 2, zoom * column + zoom // 2, max(1, zoom // 6)
+        tiles[i * len(matrices): (i + 1) * len(matrices), :, y - r: y + r, x - r: x + r] = 0
+    save_picture(tiles, path, len(matrices))
+
+
+def red_and_blue(x):
+    """x (N, rows, columns), -1 to 1 -> colours (N, 3, rows, columns): red adds, blue subtracts,
+    white is zero."""
+    return torch.stack([1 + x.clamp(max=0), 1 - x.abs(), 1 - x.clamp(min=0)], dim=1)
+
+
+def save_picture(tiles, path, columns):
+    """tiles (N, 3, height, width), 0 to 1, as a PNG, so many in a row."""
+    from torchvision.utils import save_image
     buffer = io.BytesIO()
-    save_image(colours, buffer, nrow=len(matrices), padding=8, pad_value=0.6, format="png")
+    save_image(tiles, buffer, nrow=columns, padding=8, pad_value=0.6, format="png")
     write_file(path, buffer.getvalue())
 
 
@@ -616,7 +629,7 @@ def write_result(argv, s, t, **figures):
         **t.latest, **best, **figures)
     write_file(Path(s.out_dir) / "result.json", (json.dumps(result, indent=1) + "\n").encode())
     said = ", ".join(f"{name} {figure:.4f}" for name, figure in t.latest.items())
-    t.progress.say(f"{said} after {t.clock.seconds:.0f} s of training; everything is in {s.out_dir}")
+    t.progress.say(f"{said} after {t.clock.seconds:.0f} s of training; all is in {s.out_dir}")
     return result
 
 
