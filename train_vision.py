@@ -4,7 +4,7 @@
     python train_vision.py --dataset=shapes         needs no data: ten coloured shapes
     python train_vision.py --data=DIR               images in DIR/train/<class>, DIR/test/<class>
     python train_vision.py --predict cat.png a.jpg  says what it sees, by the best checkpoint
-    python train_vision.py --model=vit              another architecture, the same everything
+    python train_vision.py --model=vit              another architecture in the same loop
 
 An image is cut into patches, each a token. Results go to out/vision. To take this script along,
 copy gmlp.py, mixer.py and train_common.py too.
@@ -36,7 +36,7 @@ from mixer import EncoderImageClassifier
 # changes under that model, "laptop/float32" what changes in that dtype.
 PRESETS = {
     "laptop": dict(
-        model="gmlp", toeplitz=True, positions="none", dataset="cifar10",
+        model="gmlp", toeplitz=True, positions="auto", dataset="cifar10",
         image_size=(32, 32), patch_size=(4, 4), in_channels=3, stored_size=None,
         d_model=128, d_ffn=512, n_layers=4, n_heads=4, d_attn=64, d_token=None,
         recipe="batch", flip=0.5, crop=4, erasing=0.0, mixup=0.0, cutmix=0.0, label_smoothing=0.0,
@@ -46,17 +46,17 @@ PRESETS = {
         beta2=0.99, weight_decay=0.1, l2=0.0, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False),
     "laptop/mixer": dict(learning_rate=2e-3),
-    "laptop/vit": dict(positions="learned", learning_rate=2e-3),
+    "laptop/vit": dict(learning_rate=2e-3),
     "laptop/float32": dict(max_iters=4000, eval_interval=500),
     "long": dict(
         d_model=192, d_ffn=768, n_layers=10, drop_path=0.1, label_smoothing=0.1, cutmix=0.5,
         batch_size=128, max_iters=20_000, warmup_iters=500, learning_rate=2e-3),
-    "long/vit": dict(positions="learned", learning_rate=1e-3),
+    "long/vit": dict(learning_rate=1e-3),
     "gpu": dict(
         patch_size=(2, 2), d_model=256, d_ffn=1024, n_layers=12, n_heads=8, drop_path=0.2,
         erasing=0.25, mixup=0.2, cutmix=1.0, label_smoothing=0.1, batch_size=256,
         max_iters=40_000, warmup_iters=1000, learning_rate=2e-3),
-    "gpu/vit": dict(positions="learned", learning_rate=1e-3),
+    "gpu/vit": dict(learning_rate=1e-3),
     # The Paddle AI Studio article "gMLP & aMLP" (2022): gMLP-Ti, 100 passes over CIFAR-10
     "classic": dict(
         toeplitz=False, image_size=(224, 224), patch_size=(16, 16), stored_size=(32, 32),
@@ -96,13 +96,14 @@ def parse_flags(argv):
         "ImageNet's mean and deviation, the same drop_path in all layers")
     add("--l2", type=common.RATE, help="penalty on the squares of all weights, as part of the loss")
     add("--predict", nargs="+", metavar="FILE", help="classify pictures, by OUT_DIR/best.pt")
-    return common.read_settings(parser, PRESETS, argv, "vision")
+    kept = ("classes", "mean", "std", "data_sha256")
+    return common.read_settings(parser, PRESETS, argv, "vision", kept)
 
 
 def check_settings(s):
     if s.data and s.dataset == "shapes":
         common.fail(f"--data={s.data} and --dataset=shapes exclude each other")
-    if s.model in ("gmlp", "amlp") and s.positions != "none":
+    if s.model in ("gmlp", "amlp") and s.positions not in ("auto", "none"):
         common.fail(f"--positions={s.positions}: {s.model} knows the places by W, leave it out")
     if s.crop >= min(stored_size(s)):
         height, width = stored_size(s)
@@ -122,7 +123,8 @@ def build_model(s, n_classes):
         model = GMLPImageClassifier(
             *sizes, toeplitz=s.toeplitz, n_heads=s.n_heads, d_attn=d_attn, **shared)
     else:
-        positions = None if s.positions == "none" else s.positions
+        auto = "learned" if s.model == "vit" else None  # a Mixer knows places by itself
+        positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
         model = EncoderImageClassifier(
             *sizes, token_mixer="mixer" if s.model == "mixer" else "attention", d_token=s.d_token,
             n_heads=s.n_heads, positions=positions, **shared)
@@ -408,6 +410,7 @@ def share_of_batches(train, view, s, t):
     seconds = []
     for _ in range(9):
         clock = common.Clock(s.device)
+        clock.start()
         draw_batch(train, view, s, torch.Generator().manual_seed(0))
         clock.stop()
         seconds.append(clock.seconds)
@@ -545,16 +548,17 @@ def main(argv=None):
                     val_accuracy=val_accuracy)
 
     data_sha256 = sha256_of(train, test)
-    t = common.start_training("vision", s, model, checkpoint, "images", s.batch_size, **vars(view))
+    t = common.start_training("vision", s, model, checkpoint, "images", s.batch_size,
+                              data_sha256=data_sha256, **vars(view))
     train.images, train.labels = train.images.to(s.device), train.labels.to(s.device)
     with t.interrupt:
-        while t.step < s.max_iters and not t.interrupt.number:
+        while t.step < s.max_iters and not t.interrupt.signal:
             t.step += 1
             images, targets = draw_batch(train, view, s, t.generator)
             loss = 0.0
             for x, y in zip(images.chunk(s.grad_accum), targets.chunk(s.grad_accum)):
                 with common.autocast(s):
-                    logits = model(x)  # (B / grad_accum, classes)
+                    logits = t.forward(x)  # (B / grad_accum, classes)
                     part_loss = F.cross_entropy(logits, y, label_smoothing=s.label_smoothing)
                 t.scaler.scale(part_loss / s.grad_accum).backward()
                 loss += part_loss.detach() / s.grad_accum
@@ -579,16 +583,17 @@ def main(argv=None):
     accuracies = {c: None if math.isnan(a) else a for c, a in zip(view.classes, accuracies)}
     print("accuracy by class: " + ", ".join(
         f"{c} {a:.1%}" for c, a in accuracies.items() if a is not None))
+    result = common.write_result(
+        argv, s, t, data=name, data_sha256=data_sha256, images=t.step * s.batch_size,
+        batch_share=share, classes=view.classes, per_class_accuracy=accuracies,
+        confusion=confusion.tolist())
     out = Path(s.out_dir)
-    common.draw_curve(out, "nats per image")
+    common.draw_curve(t.log, "nats per image", out / "curve.png")
     draw_predictions(test, logits, view.classes, out / "predictions.png")
     draw_where(model, test, view, s, out / "where.png")
     if s.model in ("gmlp", "amlp"):
         draw_spatial(model, s, out / "spatial.png")
-    return common.write_result(
-        argv, s, t, data=name, data_sha256=data_sha256, images=t.step * s.batch_size,
-        batch_share=share, classes=view.classes, per_class_accuracy=accuracies,
-        confusion=confusion.tolist())
+    return result
 
 
 if __name__ == "__main__":
