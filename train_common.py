@@ -468,7 +468,8 @@ def save_training(name, model, s, t):
 
 def resume_training(checkpoint, s, t):
     """Everything but the weights, as save_training left it. The flags still set the optimizer."""
-    done = bool(checkpoint["log"]) and "val_loss" in checkpoint["log"][-1]
+    evaluated = [row["iter"] for row in checkpoint["log"] if "val_loss" in row]
+    done = checkpoint["step"] in evaluated
     if checkpoint["step"] > s.max_iters or checkpoint["step"] == s.max_iters and not done:
         fail(f"the checkpoint is at iteration {checkpoint['step']:,} already, --max_iters="
              f"{s.max_iters} leaves nothing to do")

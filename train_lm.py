@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import train_common as common
 from gmlp import GMLPLanguageModel
@@ -23,7 +24,7 @@ PRESETS = {
         model="gmlp", toeplitz=True, positions="auto",
         seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=None,
         dropout=0.0, drop_path=0.0,
-        batch_size=8, grad_accum=1, max_iters=4500, eval_interval=500, log_interval=25,
+        batch_size=8, grad_accum=1, max_iters=4000, eval_interval=500, log_interval=25,
         schedule="linear", learning_rate=6e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False,
@@ -31,7 +32,7 @@ PRESETS = {
     "laptop/mixer": dict(d_ffn=256, learning_rate=4e-3),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
     "laptop/amlp": dict(d_ffn=320),
-    "laptop/float32": dict(max_iters=1300, eval_interval=325),
+    "laptop/float32": dict(max_iters=1400, eval_interval=350),
     "small": dict(
         d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, batch_size=16,
         learning_rate=4e-3, max_iters=6000, eval_interval=500),
@@ -75,8 +76,22 @@ def build_model(s, vocab_size):
         return GMLPLanguageModel(*sizes, toeplitz=s.toeplitz, n_heads=s.n_heads,
                                  d_attn=s.d_attn if s.model == "amlp" else None, **shared)
     token_mixer = "mixer" if s.model == "mixer" else "attention"
-    return EncoderLanguageModel(*sizes, token_mixer=token_mixer, d_token=s.d_token,
-                                n_heads=s.n_heads, **shared)
+    model = EncoderLanguageModel(*sizes, token_mixer=token_mixer, d_token=s.d_token,
+                                 n_heads=s.n_heads, **shared)
+    if s.preset == "nanogpt":
+        initialise_as_nanogpt(model, s.n_layers)
+    return model
+
+
+def initialise_as_nanogpt(model, n_layers):
+    """GPT-2's weights at the start: normal with deviation 0.02, smaller where a residual branch
+    ends, and biases of 0. PyTorch's own, which every other preset has, learn faster here."""
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(p)
+        elif "norm" not in name:
+            ends_branch = name.endswith(("out.weight", "fc2.weight"))
+            nn.init.normal_(p, std=0.02 / (2 * n_layers) ** 0.5 if ends_branch else 0.02)
 
 
 @torch.no_grad()
