@@ -24,7 +24,7 @@ PRESETS = {
         model="gmlp", toeplitz=True, positions="auto",
         seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=None,
         dropout=0.0, drop_path=0.0,
-        batch_size=8, grad_accum=1, max_iters=4000, eval_interval=500, log_interval=25,
+        batch_size=8, grad_accum=1, max_iters=4500, eval_interval=500, log_interval=25,
         schedule="linear", learning_rate=6e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False,
