@@ -32,7 +32,7 @@ PRESETS = {
     "laptop/mixer": dict(d_ffn=256, learning_rate=4e-3),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
     "laptop/amlp": dict(d_ffn=320),
-    "laptop/float32": dict(max_iters=1400, eval_interval=350),
+    "laptop/float32": dict(max_iters=1300, eval_interval=325),
     "small": dict(
         d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, batch_size=16,
         learning_rate=4e-3, max_iters=6000, eval_interval=500),
