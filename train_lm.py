@@ -64,7 +64,7 @@ def parse_flags(argv):
     add("--max_new_tokens", type=common.number(int, 0), help="characters to write")
     add("--temperature", type=common.RATE, help="0 takes the likeliest character")
     add("--top_k", type=common.COUNT, help="draw among the k likeliest characters only")
-    return common.read_settings(parser, PRESETS, argv, "lm", ("vocabulary", "data_sha256"))
+    return common.read_settings(parser, PRESETS, argv, "lm", dict(vocabulary=str, data_sha256=str))
 
 
 def build_model(s, vocab_size):
@@ -159,7 +159,7 @@ def main(argv=None):
             starts = torch.randint(len(windows), (s.batch_size,), generator=t.generator)
             batch = windows[starts.to(s.device)]  # (B, seq_len + 1)
             loss = 0.0
-            for part in batch.chunk(s.grad_accum):  # (B / grad_accum, seq_len + 1)
+            for part in common.my_parts(batch, s):  # (B / grad_accum, seq_len + 1)
                 with common.autocast(s):
                     logits = t.forward(part[:, :-1])  # (B / grad_accum, seq_len, V)
                     part_loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())

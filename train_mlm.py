@@ -53,7 +53,7 @@ def parse_flags(argv):
     add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
     add("--mask_prob", type=common.number(float, 0, 1), help="share of the positions to predict")
     add("--fill", help=f"only fill the blanks ({BLANK}) of this text, from OUT_DIR/best.pt")
-    return common.read_settings(parser, PRESETS, argv, "mlm", ("vocabulary", "data_sha256"))
+    return common.read_settings(parser, PRESETS, argv, "mlm", dict(vocabulary=str, data_sha256=str))
 
 
 def build_model(s, vocab_size):
@@ -179,10 +179,10 @@ def main(argv=None):
                                           mask_prob=s.mask_prob, generator=t.generator)
             count = (targets != IGNORE).sum().clamp(min=1)  # with none chosen the loss is 0
             loss = 0.0
-            for x, y in zip(inputs.chunk(s.grad_accum), targets.chunk(s.grad_accum)):
+            for x, y in zip(common.my_parts(inputs, s), common.my_parts(targets, s)):
                 with common.autocast(s):
                     logits = t.forward(x)  # (B / grad_accum, seq_len, V)
-                part_loss = masked_loss(logits, y) / count
+                part_loss = masked_loss(logits, y) / count * common.WORLD  # a mean over processes
                 t.scaler.scale(part_loss).backward()
                 loss += part_loss.detach()
             common.update(model, loss, s, t)

@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import http.client
 import math
+import os
 import statistics
 import tarfile
 import time
@@ -96,7 +97,7 @@ def parse_flags(argv):
         "ImageNet's mean and deviation, the same drop_path in all layers")
     add("--l2", type=common.RATE, help="penalty on the squares of all weights, as part of the loss")
     add("--predict", nargs="+", metavar="FILE", help="classify pictures, by OUT_DIR/best.pt")
-    kept = ("classes", "mean", "std", "data_sha256")
+    kept = dict(classes=list, mean=list, std=list, data_sha256=str)
     return common.read_settings(parser, PRESETS, argv, "vision", kept)
 
 
@@ -177,10 +178,10 @@ def draw_shapes(n, size, seed):
 def read_cifar(s, train):
     """CIFAR-10's images (N, 3, 32, 32) and the names of their classes, fetched if need be."""
     folder, archive = Path(s.data_dir), Path(s.data_dir) / CIFAR10.filename
-    if not (folder / CIFAR10.base_folder).exists():
+    if not os.path.exists(folder / CIFAR10.base_folder):
         ways = (f"save it as {archive} by hand, take images of your own with --data=DIR, or drawn "
                 "ones with --dataset=shapes")
-        if not archive.exists():
+        if not os.path.exists(archive):
             print(f"getting CIFAR-10 (170 MB) from {CIFAR10.url}")
             try:
                 with urllib.request.urlopen(CIFAR10.url, timeout=10) as response:
@@ -193,7 +194,7 @@ def read_cifar(s, train):
             common.fail(f"{archive} had md5 {found}, not {CIFAR10.tgz_md5}, and is deleted: run "
                         f"again to fetch {CIFAR10.url}, or {ways}", 1)
     try:
-        if not (folder / CIFAR10.base_folder).exists():
+        if not os.path.exists(folder / CIFAR10.base_folder):
             with tarfile.open(archive) as tar:
                 tar.extractall(folder, filter="data")
         with warnings.catch_warnings():  # an old NumPy pickled the files, newer ones warn of it
@@ -207,10 +208,13 @@ def read_cifar(s, train):
 
 
 def read_image(path, size, channels):
-    """The picture at path, squeezed to size: (C, h, w). Any error if it is broken."""
-    with Image.open(path) as image:
-        image = ImageOps.exif_transpose(image).convert("RGB" if channels == 3 else "L")
-        image = image.resize(size[::-1], Image.Resampling.BILINEAR)
+    """The picture at path, squeezed to size: (C, h, w). Any error if it is broken, or so large that
+    PIL warns of it (90 million pixels)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(path) as image:
+            image = ImageOps.exif_transpose(image).convert("RGB" if channels == 3 else "L")
+            image = image.resize(size[::-1], Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image)).view(*size, channels).permute(2, 0, 1)
 
 
@@ -280,7 +284,8 @@ def load_data(s, checkpoint):
     """(data name, view, train, test). view is what a checkpoint keeps of the data: the classes, and
     the mean and std of each channel. train and test hold images and labels (N,); with --eval, train
     is None and not looked at."""
-    test, train = load_split(s, "test"), None if s.eval else load_split(s, "train")
+    with common.first_process_first():
+        test, train = load_split(s, "test"), None if s.eval else load_split(s, "train")
     classes = checkpoint["classes"] if s.eval else sorted(set(train[1]))
     if checkpoint and classes != checkpoint["classes"]:
         common.fail(f"the checkpoint's classes are {', '.join(checkpoint['classes'])}, the data's "
@@ -514,11 +519,12 @@ def read_pictures(s):
     """The files of --predict: (N, C, h, w)."""
     pictures = []
     for file in s.predict:
+        if not os.path.isfile(file):
+            common.fail(f"cannot read the picture {file}: there is no such file")
         try:
             pictures.append(read_image(file, stored_size(s), s.in_channels))
         except Exception as error:  # a broken file can raise nearly anything
-            why = "there is no such file" if not Path(file).exists() else error
-            common.fail(f"cannot read the picture {file}: {why}")
+            common.fail(f"cannot read the picture {file}: {error}")
     return torch.stack(pictures)
 
 
@@ -556,7 +562,7 @@ def main(argv=None):
             t.step += 1
             images, targets = draw_batch(train, view, s, t.generator)
             loss = 0.0
-            for x, y in zip(images.chunk(s.grad_accum), targets.chunk(s.grad_accum)):
+            for x, y in zip(common.my_parts(images, s), common.my_parts(targets, s)):
                 with common.autocast(s):
                     logits = t.forward(x)  # (B / grad_accum, classes)
                     part_loss = F.cross_entropy(logits, y, label_smoothing=s.label_smoothing)

@@ -1,0 +1,349 @@
+"""How fast? Tables of one run: compare within a table, never figures of two machines or two days.
+
+    python bench.py                  all parts, at most ten minutes on two cores
+    python bench.py --quick          fewer repeats and smaller sizes, about a minute
+    python bench.py --only=generate  one part: step, length, generate, images, peers
+
+Each time is a median of repeats, and what is compared takes turns, so that a busy moment of the
+machine meets all alike. "peers" are other packages' models, if they are installed:
+pip install timm g-mlp-pytorch mlp-mixer-pytorch. Everything goes to out/bench.json, too.
+"""
+import json
+import multiprocessing
+import re
+import shlex
+import statistics
+import sys
+import time
+import types
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import train_common as common
+import train_lm
+import train_vision
+from gmlp import GMLP_SIZES, GMLPImageClassifier, GMLPLanguageModel
+from mixer import MIXER_SIZES, EncoderImageClassifier, SelfAttention
+
+V = 65  # characters of Shakespeare
+# The language models of equal parameters (within 5 %, without the zeroes of the causal Mixer):
+# what train_lm.py's laptop preset needs to be told beside --model, in window 128.
+MODELS = {
+    "gMLP, Toeplitz W": dict(model="gmlp"),
+    "gMLP, free W": dict(model="gmlp", toeplitz=False, n_heads=1, d_ffn=424),
+    "aMLP": dict(model="amlp"),
+    "Mixer": dict(model="mixer"),
+    "Transformer": dict(model="transformer"),
+    "Transformer, fused": dict(model="transformer"),
+}
+
+
+class FusedAttention(SelfAttention):
+    """SelfAttention by PyTorch's own kernel, which never holds an n x n matrix of weights. On a
+    CPU it is the slower way for small heads, so mixer.py takes it on CUDA alone."""
+
+    def forward(self, query, key, value, mask=None):
+        qkv = self.qkv(query).unflatten(-1, (3, self.n_heads, -1))  # (B, n, 3, h, c)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, h, n, c) each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, n, d)
+
+
+def language_model(name, n):
+    """The model of that name for a window of n."""
+    changes = MODELS[name]
+    presets = train_lm.PRESETS
+    s = presets["laptop"] | presets.get(f"laptop/{changes['model']}", {}) | changes
+    model = train_lm.build_model(types.SimpleNamespace(**s | dict(seq_len=n, preset="laptop")), V)
+    if name == "Transformer, fused":
+        for block in model.trunk.blocks:
+            block.token_mixer.__class__ = FusedAttention
+    return model
+
+
+def vision_model(model):
+    presets = train_vision.PRESETS
+    s = presets["laptop"] | presets.get(f"laptop/{model}", {}) | dict(model=model)
+    return train_vision.build_model(types.SimpleNamespace(**s), 10)
+
+
+# --------------------------------------------------------------------------------- measuring
+
+
+def training_step(model, x, y, s):
+    """A call that takes one whole step: forward, backward, clipping, AdamW."""
+    model = model.to(s.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    forward = common.compiled(model, s)
+
+    def step():
+        with common.autocast(s):
+            logits = forward(x)  # (B, n, V) or (B, V)
+            loss = F.cross_entropy(logits.flatten(0, -2), y.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+
+def language_step(name, batch, n, s):
+    ids = torch.randint(V, (batch, n), device=s.device)
+    return training_step(language_model(name, n), ids, ids, s)
+
+
+def image_step(model, batch, s):
+    x = torch.randn(batch, 3, 32, 32, device=s.device)
+    return training_step(model, x, torch.randint(10, (batch,), device=s.device), s)
+
+
+def seconds_of(call, s):
+    clock = common.Clock(s.device)
+    clock.start()
+    call()
+    clock.stop()
+    return clock.seconds
+
+
+def in_turns(calls, s, repeats=None):
+    """{name: call} -> {name: seconds of each repeat}, after a call each to warm up."""
+    for call in calls.values():
+        call()
+    seconds = {name: [] for name in calls}
+    for _ in range(repeats or s.repeats):
+        for name, call in calls.items():
+            seconds[name].append(seconds_of(call, s))
+    return seconds
+
+
+def medians(seconds):
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def flops_of(call):
+    """Operations of all matrix products in call(), a multiply-add being two."""
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def ceiling_of(s):
+    """A call that multiplies large square matrices, and its operations: what a machine can do."""
+    n = 8192 if s.device.startswith("cuda") else 1536
+    a = torch.randn(n, n, device=s.device, dtype=getattr(torch, s.dtype))
+    return lambda: a @ a, 2 * n**3
+
+
+def memory_of(name, batch, n, s):
+    """MiB that three training steps take at most, with weights and optimizer, measured in a process
+    of its own; None where the system (not Linux) does not tell."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(memory_here, (name, batch, n, s))
+
+
+def memory_here(name, batch, n, s):
+    torch.set_num_threads(s.threads)
+    if s.device.startswith("cuda"):
+        def peak():
+            return torch.cuda.max_memory_allocated(s.device) / 2**20
+    else:
+        def peak():
+            found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+            return int(found[1]) / 1024
+    try:
+        (torch.randn(64, 64, device=s.device) @ torch.randn(64, 64, device=s.device)).sum().item()
+        before = peak()
+        step = language_step(name, batch, n, s)
+        for _ in range(3):
+            step()
+        return peak() - before
+    except OSError:
+        return None
+
+
+# -------------------------------------------------------------------------------- the parts
+
+
+def bench_step(s):
+    """Training step of the language models at equal parameters, 8 windows of 128 characters."""
+    batch, n = (64, 256) if s.device.startswith("cuda") else (8, 128)
+    multiply, operations = ceiling_of(s)
+    calls = {name: language_step(name, batch, n, s) for name in MODELS}
+    flops = {name: flops_of(call) for name, call in calls.items()}
+    seconds = medians(in_turns(calls | {"ceiling": multiply}, s))
+    ceiling = operations / seconds["ceiling"]
+    print(f"matrix products of this machine in {s.dtype}: {ceiling / 1e9:,.0f} GFLOP/s")
+    return [dict(model=name, params=sum(p.numel() for p in language_model(name, n).parameters()),
+                 ms=seconds[name] * 1e3, tokens_per_s=batch * n / seconds[name],
+                 share_of_ceiling=flops[name] / seconds[name] / ceiling,
+                 MiB=None if s.quick else memory_of(name, batch, n, s)) for name in MODELS]
+
+
+def bench_length(s):
+    """The same models on longer windows, as many characters in a step: 4,096."""
+    rows = []
+    for n in (64, 256) if s.quick else (64, 128, 196, 256, 512, 1024):
+        batch = 4096 // n
+        names = [name for name in MODELS if name != "aMLP"]
+        calls = {name: language_step(name, batch, n, s) for name in names}
+        seconds = medians(in_turns(calls, s, 3))
+        for name in names:
+            rows.append(dict(n=n, batch=batch, model=name, ms=seconds[name] * 1e3,
+                             MiB=None if s.quick else memory_of(name, batch, n, s)))
+    return rows
+
+
+def bench_generate(s):
+    """Writing one text: milliseconds a character when nearly a whole window stands before it."""
+    rows = []
+    for n in (128,) if s.quick else (128, 512, 1024):
+        for name in ("gMLP, Toeplitz W", "gMLP, free W", "Transformer"):
+            model, count = language_model(name, n).to(s.device), 16
+            prompt = torch.randint(V, (1, n - count - 1), device=s.device)
+            kinds = {"uncached": {}}
+            if name != "Transformer":  # ours has no cache
+                kinds = {"cached": dict(use_cache=True), "uncached": dict(use_cache=False)}
+
+            def write(length, flags, model=model, prompt=prompt):
+                with common.autocast(s):
+                    model.generate(prompt, length, **flags)
+            calls = {(kind, length): lambda length=length, flags=flags: write(length, flags)
+                     for kind, flags in kinds.items() for length in (1, count + 1)}
+            seconds = medians(in_turns(calls, s, 3))  # less that of the prompt
+            ms = {kind: (seconds[kind, count + 1] - seconds[kind, 1]) / count * 1e3
+                  for kind in kinds}
+            rows.append(dict(
+                window=n, model=name, uncached_ms=ms["uncached"], cached_ms=ms.get("cached"),
+                times_faster=ms["uncached"] / ms["cached"] if "cached" in ms else None))
+    return rows
+
+
+def bench_images(s):
+    """Images a second: the papers' models looking at 224 x 224, our CIFAR-10 models training."""
+    rows, batch = [], 2 if s.quick else 8
+    x = torch.randn(batch, 3, 224, 224, device=s.device)
+    papers = {
+        "gMLP-S/16, inference": GMLPImageClassifier(224, n_classes=1000, **GMLP_SIZES["S"]),
+        "Mixer-B/16, inference": EncoderImageClassifier(224, n_classes=1000, **MIXER_SIZES["B/16"]),
+    }
+
+    def look(model):
+        with torch.inference_mode(), common.autocast(s):
+            model(x)
+    calls = {name: lambda model=model.to(s.device).eval(): look(model)
+             for name, model in papers.items()}
+    for name, seconds in medians(in_turns(calls, s, 3)).items():
+        rows.append(dict(model=name, batch=batch, images_per_s=batch / seconds))
+    calls = {model: image_step(vision_model(model), 64, s)
+             for model in ("gmlp", "amlp", "mixer", "vit")}
+    for name, seconds in medians(in_turns(calls, s, 3)).items():
+        rows.append(dict(model=f"{name}, laptop preset, training", batch=64,
+                         images_per_s=64 / seconds))
+    return rows
+
+
+def bench_peers(s):
+    """Training steps of ours and of other packages: same shapes, batch and optimizer. A ratio above
+    1 means that ours is faster: the median of the ratios of steps that follow each other."""
+    batch, n, d, f, layers = 8, 128, 128, 512, 4
+    ids = torch.randint(V, (batch, n), device=s.device)
+    pairs = {}
+    try:
+        from g_mlp_pytorch import gMLP
+        pairs["causal gMLP, g-mlp-pytorch"] = (
+            training_step(GMLPLanguageModel(V, n, d, f, layers), ids, ids, s),
+            training_step(gMLP(num_tokens=V, dim=d, depth=layers, seq_len=n, ff_mult=f // d,
+                               causal=True), ids, ids, s))
+    except ImportError:
+        print("no g_mlp_pytorch here")
+    shape = dict(d_model=d, n_layers=layers)
+    try:
+        from mlp_mixer_pytorch import MLPMixer
+        pairs["Mixer, mlp-mixer-pytorch"] = (
+            image_step(EncoderImageClassifier(32, 4, 10, d_ff=f, d_token=64, **shape), 64, s),
+            image_step(MLPMixer(image_size=32, channels=3, patch_size=4, dim=d, depth=layers,
+                                num_classes=10, expansion_factor=64 / d,  # that of the tokens, and
+                                expansion_factor_token=f / d), 64, s))  # that of the channels
+    except ImportError:
+        print("no mlp_mixer_pytorch here")
+    try:
+        from timm.models import mlp_mixer as timm
+        size = dict(num_classes=10, img_size=32, patch_size=4, num_blocks=layers, embed_dim=d)
+        pairs["Mixer, timm"] = (
+            image_step(EncoderImageClassifier(32, 4, 10, d_ff=f, d_token=64, **shape), 64, s),
+            image_step(timm.MlpMixer(mlp_ratio=(64 / d, f / d), **size), 64, s))
+        pairs["gMLP, timm"] = (
+            image_step(GMLPImageClassifier(32, 4, 10, d_ffn=f, **shape), 64, s),
+            image_step(timm.MlpMixer(mlp_ratio=f / d, block_layer=timm.SpatialGatingBlock,
+                                     mlp_layer=timm.GatedMlp, **size), 64, s))
+    except ImportError:
+        print("no timm here")
+    rows = []
+    for name, (ours, theirs) in pairs.items():
+        seconds = in_turns(dict(ours=ours, theirs=theirs), s, 2 * s.repeats)
+        ratios = [b / a for a, b in zip(seconds["ours"], seconds["theirs"])]
+        rows.append(dict(pair=name, ms=statistics.median(seconds["ours"]) * 1e3,
+                         their_ms=statistics.median(seconds["theirs"]) * 1e3,
+                         ratio=statistics.median(ratios)))
+    return rows
+
+
+PARTS = dict(step=bench_step, length=bench_length, generate=bench_generate, images=bench_images,
+             peers=bench_peers)
+
+
+def print_table(rows):
+    def show(value):
+        if isinstance(value, float):
+            return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+        return "-" if value is None else f"{value:,}" if isinstance(value, int) else value
+    cells = [[name.replace("_", " ") for name in rows[0]], *([*map(show, row.values())]
+                                                             for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for row in cells:
+        print("  ".join(cell.ljust(width) if isinstance(value, str) else cell.rjust(width)
+                        for cell, width, value in zip(row, widths, rows[0].values())))
+
+
+def parse_flags(argv):
+    parser = common.Parser(__doc__)
+    add = parser.add_argument
+    add("--only", choices=PARTS, help="one part alone")
+    add("--quick", **common.SWITCH, help="fewer repeats, smaller sizes, no memory")
+    add("--device", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of matrix products")
+    add("--compile", **common.SWITCH, help="torch.compile the models that train")
+    add("--out", help="the file to write (default: out/bench.json beside the scripts)")
+    given = vars(parser.parse_args(argv))
+    s = dict(only=None, quick=False, device="auto", dtype="auto", compile=False,
+             out=str(common.HERE / "out" / "bench.json")) | given
+    device = common.pick_device(s["device"])
+    return types.SimpleNamespace(**s | dict(
+        device=str(device), dtype=common.pick_dtype(s["dtype"], device),
+        repeats=3 if s["quick"] else 15, threads=torch.get_num_threads()))
+
+
+def main(argv=None):
+    s = parse_flags(argv)
+    machine = common.device_name(s.device)
+    print(f"{machine}, {s.dtype}, {s.threads} threads, torch {torch.__version__}")
+    begin, tables = time.perf_counter(), {}
+    for part in [s.only] if s.only else PARTS:
+        print(f"\n{part}: {' '.join(PARTS[part].__doc__.split())}")
+        tables[part] = PARTS[part](s)
+        if tables[part]:
+            print_table(tables[part])
+    seconds = time.perf_counter() - begin
+    command = shlex.join(["python", "bench.py", *(sys.argv[1:] if argv is None else argv)])
+    result = dict(command=command, device=s.device, device_name=machine, dtype=s.dtype,
+                  threads=s.threads, torch=torch.__version__, seconds=seconds, **tables)
+    common.write_file(s.out, (json.dumps(result, indent=1) + "\n").encode())
+    print(f"\n{seconds:.0f} s in all; the figures are in {s.out}")
+    return result
+
+
+if __name__ == "__main__":
+    common.run(main)
