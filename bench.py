@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train_common as common
 import train_lm
+import train_mlm
 import train_vision
 from gmlp import GMLP_SIZES, GMLPImageClassifier, GMLPLanguageModel
 from mixer import MIXER_SIZES, EncoderImageClassifier, SelfAttention
@@ -52,12 +53,13 @@ class FusedAttention(SelfAttention):
         return self.out(y.transpose(1, 2).flatten(2))  # (B, n, d)
 
 
-def language_model(name, n):
+def language_model(name, n, causal=True):
     """The model of that name for a window of n."""
     changes = MODELS[name]
     presets = train_lm.PRESETS
     s = presets["laptop"] | presets.get(f"laptop/{changes['model']}", {}) | changes
-    model = train_lm.build_model(types.SimpleNamespace(**s | dict(seq_len=n, preset="laptop")), V)
+    script = train_lm if causal else train_mlm
+    model = script.build_model(types.SimpleNamespace(**s | dict(seq_len=n, preset="laptop")), V)
     if name == "Transformer, fused":
         for block in model.trunk.blocks:
             block.token_mixer.__class__ = FusedAttention
@@ -90,9 +92,9 @@ def training_step(model, x, y, s):
     return step
 
 
-def language_step(name, batch, n, s):
+def language_step(name, batch, n, s, causal=True):
     ids = torch.randint(V, (batch, n), device=s.device)
-    return training_step(language_model(name, n), ids, ids, s)
+    return training_step(language_model(name, n, causal), ids, ids, s)
 
 
 def image_step(model, batch, s):
@@ -137,14 +139,14 @@ def ceiling_of(s):
     return lambda: a @ a, 2 * n**3
 
 
-def memory_of(name, batch, n, s):
+def memory_of(*case):
     """MiB that three training steps take at most, with weights and optimizer, measured in a process
     of its own; None where the system (not Linux) does not tell."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(memory_here, (name, batch, n, s))
+        return pool.apply(memory_here, case)
 
 
-def memory_here(name, batch, n, s):
+def memory_here(name, batch, n, s, causal=True):
     torch.set_num_threads(s.threads)
     if s.device.startswith("cuda"):
         def peak():
@@ -156,7 +158,7 @@ def memory_here(name, batch, n, s):
     try:
         (torch.randn(64, 64, device=s.device) @ torch.randn(64, 64, device=s.device)).sum().item()
         before = peak()
-        step = language_step(name, batch, n, s)
+        step = language_step(name, batch, n, s, causal)
         for _ in range(3):
             step()
         return peak() - before
@@ -183,16 +185,16 @@ def bench_step(s):
 
 
 def bench_length(s):
-    """The same models on longer windows, as many characters in a step: 4,096."""
+    """The same models, reading both ways, on longer windows: 4,096 characters in each step."""
     rows = []
     for n in (64, 256) if s.quick else (64, 128, 196, 256, 512, 1024):
         batch = 4096 // n
         names = [name for name in MODELS if name != "aMLP"]
-        calls = {name: language_step(name, batch, n, s) for name in names}
+        calls = {name: language_step(name, batch, n, s, causal=False) for name in names}
         seconds = medians(in_turns(calls, s, 3))
         for name in names:
             rows.append(dict(n=n, batch=batch, model=name, ms=seconds[name] * 1e3,
-                             MiB=None if s.quick else memory_of(name, batch, n, s)))
+                             MiB=None if s.quick else memory_of(name, batch, n, s, False)))
     return rows
 
 

@@ -7,9 +7,8 @@
 
 B batch, n tokens (at most seq_len), d = d_model, f = d_ffn (the width before the split), h heads of
 c = f/(2h) channels, V vocabulary. W starts near 0 and b at 1: at first every token passes alone
-(S = Z1), then training finds out who should listen to whom. A causal model keeps W's lower
-triangle. The gate costs n^2 * f/2 multiply-adds a layer: quadratic in n like attention, but with
-a smaller constant.
+(S = Z1), then training finds out who should listen to whom. Causal models keep W's lower triangle.
+The gate costs n^2 * f/2 multiply-adds a layer: quadratic in n like attention, with less to do.
 
 Beyond the paper: `n_heads` gives each group of channels a W of its own; `toeplitz` lets W[i, j]
 depend on i - j alone and b on the head alone (the paper saw W become so on text, and constrained it
@@ -18,6 +17,36 @@ so in some experiments); a cache for generation. Copy this file alone: it import
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+
+class GMLPBlock(nn.Module):
+    """X + S V (paper, figure 1). With d_attn, tiny attention joins the gate: aMLP (section 4.3).
+
+    dropout acts on what the block adds, element by element; drop_path drops it for whole samples.
+    """
+
+    def __init__(self, d_model, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1,
+                 d_attn=None, dropout=0.0, drop_path=0.0):
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.proj_in = nn.Linear(d_model, d_ffn)  # U
+        self.sgu = SpatialGatingUnit(
+            d_ffn, seq_len, causal=causal, toeplitz=toeplitz, n_heads=n_heads)
+        self.proj_out = nn.Linear(d_ffn // 2, d_model)  # V
+        self.dropout = nn.Dropout(dropout)
+        self.drop_path = DropPath(drop_path)
+        self.attn = None
+        if d_attn is not None:
+            window = seq_len if toeplitz and not self.sgu.grid else None
+            self.attn = TinyAttention(d_model, d_ffn // 2, d_attn, causal=causal, window=window)
+
+    def forward(self, x, mask=None, cache=None):
+        """x (B, n, d) -> (B, n, d); mask and cache as in SpatialGatingUnit."""
+        normed = self.norm(x)
+        z = F.gelu(self.proj_in(normed))  # (B, n, f)
+        attended = None if self.attn is None else self.attn(normed, mask, cache)  # (B, n, f/2)
+        s = self.sgu(z, mask, attended, cache)  # (B, n, f/2)
+        return x + self.drop_path(self.dropout(self.proj_out(s)))  # (B, n, d)
 
 
 class SpatialGatingUnit(nn.Module):
@@ -81,36 +110,6 @@ class SpatialGatingUnit(nn.Module):
         W = toeplitz_2d(self.W, *self.grid) if self.toeplitz else self.W  # (h, seq_len, seq_len)
         W = W[:, first_row:n, :n]
         return W.tril(first_row) if self.causal else W
-
-
-class GMLPBlock(nn.Module):
-    """X + S V (paper, figure 1). With d_attn, tiny attention joins the gate: aMLP (section 4.3).
-
-    dropout acts on what the block adds, element by element; drop_path drops it for whole samples.
-    """
-
-    def __init__(self, d_model, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1,
-                 d_attn=None, dropout=0.0, drop_path=0.0):
-        super().__init__()
-        self.norm = nn.LayerNorm(d_model)
-        self.proj_in = nn.Linear(d_model, d_ffn)  # U
-        self.sgu = SpatialGatingUnit(
-            d_ffn, seq_len, causal=causal, toeplitz=toeplitz, n_heads=n_heads)
-        self.proj_out = nn.Linear(d_ffn // 2, d_model)  # V
-        self.dropout = nn.Dropout(dropout)
-        self.drop_path = DropPath(drop_path)
-        self.attn = None
-        if d_attn is not None:
-            window = seq_len if toeplitz and not self.sgu.grid else None
-            self.attn = TinyAttention(d_model, d_ffn // 2, d_attn, causal=causal, window=window)
-
-    def forward(self, x, mask=None, cache=None):
-        """x (B, n, d) -> (B, n, d); mask and cache as in SpatialGatingUnit."""
-        normed = self.norm(x)
-        z = F.gelu(self.proj_in(normed))  # (B, n, f)
-        attended = None if self.attn is None else self.attn(normed, mask, cache)  # (B, n, f/2)
-        s = self.sgu(z, mask, attended, cache)  # (B, n, f/2)
-        return x + self.drop_path(self.dropout(self.proj_out(s)))  # (B, n, d)
 
 
 def toeplitz_1d(w, n, seq_len, causal, first_row):

@@ -153,6 +153,7 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--d_token", type=COUNT, help="inner width of Mixer's token MLP")
     add("--dropout", type=PROBABILITY, help="on what a block adds")
     add("--drop_path", type=PROBABILITY, help="chance to skip a block, rising from 0 to this")
+    add("--optimizer", choices=("adamw", "muon"), help="muon: for the matrices of the blocks")
     add("--learning_rate", type=RATE, help="peak; under --schedule=noam the factor")
     add("--min_lr", type=RATE, help="where linear and cosine end")
     add("--schedule", choices=("linear", "cosine", "noam", "constant"), help="after the warm-up")
@@ -202,7 +203,7 @@ def read_settings(parser, presets, argv, script, kept):
         base = presets["laptop"] | checked(parser, checkpoint["config"], path)
         if torch.device(base.get("device", "cpu")).type != device.type:
             base["dtype"] = "auto"
-        fixed = ARCHITECTURE + (("seed",) if modes == ["resume"] else ())
+        fixed = ARCHITECTURE + (("seed", "optimizer") if modes == ["resume"] else ())
         for key in fixed:
             if key in given and given[key] != base.get(key):
                 fail(f"{path} was trained with --{key}={base.get(key)}, not {given[key]}: leave "
@@ -364,15 +365,66 @@ def learning_rate(step, s):
         step, s.learning_rate, s.warmup_iters, s.max_iters, s.min_lr)
 
 
-def parameter_groups(model, weight_decay):
-    """AdamW's two groups: the weights of Linear, Conv2d and Embedding and the gate's W decay;
-    norms, biases and the gate's b do not (b has two dimensions, and decay would shut the gate)."""
-    decaying, rest = [], []
-    for module in model.modules():
+def parameter_groups(model, weight_decay, muon=False):
+    """The groups of an optimizer: the weights of Linear, Conv2d and Embedding and the gate's W
+    decay; norms, biases and the gate's b do not (b has two dimensions, and decay would shut the
+    gate). With muon a third group: the Linear weights of the blocks, which it turns."""
+    turned, decaying, rest = [], [], []
+    for path, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
             matrix = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
-            (decaying if matrix or name == "W" else rest).append(p)
-    return [dict(params=decaying, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+            in_block = isinstance(module, nn.Linear) and ".blocks." in path
+            kind = turned if muon and matrix and in_block else decaying
+            (kind if matrix or name == "W" else rest).append(p)
+    return [dict(params=turned, weight_decay=weight_decay, muon=True)] * muon + [
+        dict(params=decaying, weight_decay=weight_decay, muon=False),
+        dict(params=rest, weight_decay=0.0, muon=False)]
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but matrices in groups with muon=True move along their momentum made orthogonal, all
+    its singular values near 1 (Jordan et al. 2024, kellerjordan.github.io/posts/muon), by steps as
+    long as AdamW's are, so that one learning rate serves both (Liu et al. 2025, arXiv:2502.16982).
+
+    torch.optim.Muon computes in bfloat16 alone, which takes a CPU without instructions for it 14
+    times as long.
+    """
+
+    def __init__(self, groups, dtype, **options):
+        super().__init__(groups, **options)
+        self.dtype = dtype
+        self._step_supports_amp_scaling = False  # GradScaler shall skip steps that are not finite
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            matrices = {}  # of the same shape: as a batch
+            for p in group["params"] if group["muon"] else ():
+                matrices.setdefault(p.shape, []).append(p)
+            for (rows, columns), ps in matrices.items():
+                steps = []
+                for p in ps:
+                    if "momentum" not in self.state[p]:
+                        zero = torch.tensor(0.0)  # AdamW cannot load a state without a step
+                        self.state[p].update(step=zero, momentum=torch.zeros_like(p))
+                    momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
+                    steps.append(p.grad.lerp(momentum, 0.95))  # Nesterov's look ahead
+                length = 0.2 * max(rows, columns) ** 0.5  # the root mean square becomes 0.2
+                for p, step in zip(ps, self.orthogonal(torch.stack(steps)).to(ps[0].dtype)):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(step, alpha=group["lr"] * length)
+                    p.grad = None  # AdamW passes over it
+        super().step()
+
+    def orthogonal(self, x):
+        """x (N, rows, columns) -> the same shape, U V^T of each U S V^T, but for factors of about
+        0.7 to 1.2: five Newton-Schulz iterations, x <- a x + b (x x^T) x + c (x x^T)^2 x."""
+        wide = x if x.shape[1] <= x.shape[2] else x.mT
+        wide = (wide / wide.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(self.dtype)
+        for _ in range(5):
+            square = wide @ wide.mT
+            wide = 3.4445 * wide + (2.0315 * square @ square - 4.775 * square) @ wide
+        return wide if x.shape[1] <= x.shape[2] else wide.mT
 
 
 # -------------------------------------------------------------------------- files and checkpoints
@@ -454,12 +506,19 @@ def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
     print(f"{s.model}, preset {s.preset}: {params:,} parameters in {s.n_layers} layers")
     print(f"{s.device}, {s.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     peak = learning_rate(max(1, min(s.warmup_iters, s.max_iters)), s)
-    print(f"AdamW, {s.schedule} schedule, learning rate up to {peak:.2g}, {s.max_iters:,} "
+    name = dict(adamw="AdamW", muon="Muon and AdamW")[s.optimizer]
+    print(f"{name}, {s.schedule} schedule, learning rate up to {peak:.2g}, {s.max_iters:,} "
           f"iterations of {units_per_step:,} {unit}")
-    groups = parameter_groups(model, s.weight_decay)
+    groups = parameter_groups(model, s.weight_decay, s.optimizer == "muon")
+    options = dict(lr=0.0, betas=(0.9, s.beta2), fused=True)
+    if s.optimizer == "muon":
+        native = torch.bfloat16 if s.dtype == "bfloat16" else torch.float32
+        optimizer = Muon(groups, native, **options)
+    else:
+        optimizer = torch.optim.AdamW(groups, **options)
     t = types.SimpleNamespace(
         script=script, extra=extra, params=params, step=0, losses=[], log=[], latest={}, best={},
-        optimizer=torch.optim.AdamW(groups, lr=0.0, betas=(0.9, s.beta2), fused=True),
+        optimizer=optimizer,
         scaler=torch.amp.GradScaler(torch.device(s.device).type, enabled=s.dtype == "float16"),
         generator=torch.Generator().manual_seed(s.seed),  # draws the batches
         clock=Clock(s.device), interrupt=Interrupt())

@@ -43,7 +43,7 @@ PRESETS = {
         recipe="batch", flip=0.5, crop=4, erasing=0.0, mixup=0.0, cutmix=0.0, label_smoothing=0.0,
         dropout=0.0, drop_path=0.0,
         batch_size=64, grad_accum=1, max_iters=8000, eval_interval=1000, log_interval=50,
-        schedule="linear", learning_rate=4e-3, min_lr=0.0, warmup_iters=200,
+        optimizer="muon", schedule="linear", learning_rate=4e-3, min_lr=0.0, warmup_iters=200,
         beta2=0.99, weight_decay=0.1, l2=0.0, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False),
     "laptop/mixer": dict(learning_rate=2e-3),
@@ -63,8 +63,8 @@ PRESETS = {
         toeplitz=False, image_size=(224, 224), patch_size=(16, 16), stored_size=(32, 32),
         d_model=128, d_ffn=768, n_layers=30, n_heads=1, recipe="article", crop=0, mixup=0.2,
         label_smoothing=0.1, drop_path=0.1, batch_size=128, max_iters=39_100, eval_interval=391,
-        schedule="cosine", learning_rate=1e-3, warmup_iters=0, beta2=0.999, weight_decay=0.0,
-        l2=1e-5, grad_clip=0.0),
+        optimizer="adamw", schedule="cosine", learning_rate=1e-3, warmup_iters=0, beta2=0.999,
+        weight_decay=0.0, l2=1e-5, grad_clip=0.0),
 }
 IMAGENET = [0.485 * 255, 0.456 * 255, 0.406 * 255], [0.229 * 255, 0.224 * 255, 0.225 * 255]
 
