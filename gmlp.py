@@ -1,18 +1,19 @@
 """gMLP, a network without attention ("Pay Attention to MLPs", Liu et al. 2021, arXiv:2105.08050).
 
-    Z      = gelu(norm(X) U)            (B, n, d) -> (B, n, f)      each token alone
-    Z1, Z2 = split(Z)                   (B, n, f/2) each
-    S      = Z1 * (W norm(Z2) + b)      W (n, n), b (n,)            the only place where tokens meet
-    Y      = X + S V                    (B, n, f/2) -> (B, n, d)
+    Z      = gelu(norm(X) U)           X (B, n, d), U (d, f), Z (B, n, f)      each token alone
+    Z1, Z2 = split(Z)                  (B, n, f/2) each
+    S      = Z1 * (W norm(Z2) + b)     W (n, n), b (n, 1), S (B, n, f/2)       where tokens meet
+    Y      = X + S V                   V (f/2, d), Y (B, n, d)                 each token alone
 
-B batch, n tokens (at most seq_len), d = d_model, f = d_ffn (the width before the split), h heads of
-c = f/(2h) channels, V vocabulary. W starts near 0 and b at 1: at first every token passes alone
-(S = Z1), then training finds out who should listen to whom. Causal models keep W's lower triangle.
-The gate costs n^2 * f/2 multiply-adds a layer: quadratic in n like attention, with less to do.
+B batch, n tokens, d = d_model, f = d_ffn (the width before the split). norm is LayerNorm, * goes
+element by element, U and V have biases. W starts near 0 and b at 1, so that at first each token
+passes alone (S is about Z1); training finds out who should listen to whom. Causal models keep W's
+lower triangle. The gate costs n^2 * f/2 multiply-adds a layer: at f = 4d as many as attention's
+2 n^2 * d, but there is no n x n matrix for each sample.
 
-Beyond the paper: `n_heads` gives each group of channels a W of its own; `toeplitz` lets W[i, j]
-depend on i - j alone and b on the head alone (the paper saw W become so on text, and constrained it
-so in some experiments); a cache for generation. Copy this file alone: it imports torch only.
+Beyond the paper: `n_heads` gives each group of c = f/(2h) channels a W and b of its own, h in all;
+`toeplitz` lets W[i, j] depend on i - j alone and b on the head alone (the paper saw W become so on
+text, and constrained it so in some experiments); a cache for generation. Copy this file alone.
 """
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,8 @@ from torch import nn
 
 
 class GMLPBlock(nn.Module):
-    """X + S V (paper, figure 1). With d_attn, tiny attention joins the gate: aMLP (section 4.3).
-
+    """X + S V (paper, figure 1). With d_attn, the width of a tiny attention, it is aMLP (section
+    4.3): S = Z1 * (W norm(Z2) + b + attention(norm(X))).
     dropout acts on what the block adds, element by element; drop_path drops it for whole samples.
     """
 
@@ -35,10 +36,9 @@ class GMLPBlock(nn.Module):
         self.proj_out = nn.Linear(d_ffn // 2, d_model)  # V
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path)
-        self.attn = None
-        if d_attn is not None:
-            window = seq_len if toeplitz and not self.sgu.grid else None
-            self.attn = TinyAttention(d_model, d_ffn // 2, d_attn, causal=causal, window=window)
+        window = seq_len if self.sgu.unbounded else None  # attention looks as far as the gate
+        self.attn = None if d_attn is None else TinyAttention(
+            d_model, d_ffn // 2, d_attn, causal=causal, window=window)
 
     def forward(self, x, mask=None, cache=None):
         """x (B, n, d) -> (B, n, d); mask and cache as in SpatialGatingUnit."""
@@ -53,15 +53,15 @@ class SpatialGatingUnit(nn.Module):
     """S = Z1 * (W norm(Z2) + b) (paper, section 2.1).
 
     seq_len is the largest n, or a grid (rows, columns) of which the n tokens are a prefix in raster
-    order. toeplitz: the parameter W holds one number per offset i - j; on a line of tokens (not on
-    a grid) n is then unbounded, and offsets of seq_len or more weigh nothing. W is drawn from
-    U(-init_eps / seq_len, init_eps / seq_len), which keeps the gate near 1 for any n.
+    order. toeplitz: W holds one number per offset i - j; on a line of tokens (not a grid) n is then
+    unbounded, and offsets of seq_len or more weigh nothing. W starts within init_eps / n of 0.
     """
 
     def __init__(self, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1, init_eps=1e-3):
         super().__init__()
         self.grid = seq_len if isinstance(seq_len, (tuple, list)) else None
-        self.seq_len = n = self.grid[0] * self.grid[1] if self.grid else seq_len
+        self.seq_len = n = seq_len[0] * seq_len[1] if self.grid else seq_len
+        self.unbounded = toeplitz and not self.grid
         if n < 1 or n_heads < 1:
             raise ValueError(f"seq_len = {n} and n_heads = {n_heads} must be 1 or more")
         if d_ffn % (2 * n_heads):
@@ -81,13 +81,13 @@ class SpatialGatingUnit(nn.Module):
         """z (B, n, f) -> (B, n, f/2).
 
         mask, boolean (n, n) or (B, n, n): row i may look at column j. gate_residual (B, n, f/2) is
-        added to the gate. cache, a dict: z are the tokens that follow the ones it remembers.
+        added to the gate. cache, a dict, for causal gates: z follows the tokens it remembers.
         """
         check_mask(mask, z, cache)
         z1, z2 = z.chunk(2, dim=-1)  # (B, n, f/2) each
-        keep = self.seq_len - 1 if self.toeplitz else None
-        z2 = remember(cache, "z2", self.norm(z2), keep)  # (B, total, f/2)
-        total, past = z2.shape[1], z2.shape[1] - z1.shape[1]  # past tokens: 0 without a cache
+        keep = self.seq_len - 1 if self.unbounded else None
+        z2 = remember(cache, "z2", self.norm(z2), keep)  # (B, total, f/2), total = past + n
+        total, past = z2.shape[1], z2.shape[1] - z1.shape[1]  # past: 0 without a cache
         W = self.matrix(total, past)  # (h, n, total)
         b = self.b if self.toeplitz else self.b[:, past:total]  # (h, 1) or (h, n)
         if mask is not None:
@@ -99,33 +99,34 @@ class SpatialGatingUnit(nn.Module):
             gate = gate + gate_residual
         return z1 * gate
 
-    def matrix(self, n=None, first_row=0):
-        """W as applied to n tokens (default seq_len), from first_row on: (h, n - first_row, n)."""
+    def matrix(self, n=None, past=0):
+        """W as applied to n tokens (default seq_len), without its first `past` rows: (h, n - past,
+        n)."""
         n = self.seq_len if n is None else n
-        unbounded = self.toeplitz and not self.grid
-        if n < 1 or n > self.seq_len and not unbounded:
+        if n < 1 or (n > self.seq_len and not self.unbounded):
             raise ValueError(f"got {n} tokens, the gate takes 1 to seq_len = {self.seq_len}")
-        if unbounded:
-            return toeplitz_1d(self.W, n, self.seq_len, self.causal, first_row)
+        if self.unbounded:
+            return toeplitz_1d(self.W, n, self.seq_len, self.causal, past)
         W = toeplitz_2d(self.W, *self.grid) if self.toeplitz else self.W  # (h, seq_len, seq_len)
-        W = W[:, first_row:n, :n]
-        return W.tril(first_row) if self.causal else W
+        W = W[:, past:n, :n]  # (h, n - past, n)
+        return W.tril(past) if self.causal else W
 
 
-def toeplitz_1d(w, n, seq_len, causal, first_row):
-    """w (h, seq_len) or (h, 2 seq_len - 1), by rising offset i - j -> (h, n - first_row, n).
+def toeplitz_1d(w, n, seq_len, causal, past):
+    """w (h, seq_len) or (h, 2 seq_len - 1), by rising offset i - j -> (h, n - past, n).
 
     By padding and unfold rather than an index, whose backward adds in no fixed order on threads.
     """
     w = F.pad(w, (n - 1 if causal else n - seq_len, n - seq_len))  # (h, 2n - 1): 1 - n to n - 1
-    return w.unfold(-1, n, 1)[:, first_row:].flip(-1)  # (h, n - first_row, n)
+    return w.unfold(-1, n, 1)[:, past:].flip(-1)  # (h, n - past, n)
 
 
 def toeplitz_2d(w, rows, columns):
-    """w (h, (2 rows - 1) (2 columns - 1)), by rising offset of row and column -> (h, rc, rc)."""
-    w = w.unflatten(-1, (2 * rows - 1, 2 * columns - 1))
+    """w (h, (2 rows - 1) (2 columns - 1)), by rising offset of row and column -> (h, seq_len,
+    seq_len)."""
+    w = w.unflatten(-1, (2 * rows - 1, 2 * columns - 1))  # (h, 2 rows - 1, 2 columns - 1)
     W = w.unfold(1, rows, 1).unfold(2, columns, 1).flip(-2, -1)  # (h, rows, columns, rows, columns)
-    return W.flatten(3).flatten(1, 2)  # (h, rc, rc)
+    return W.flatten(3).flatten(1, 2)  # (h, seq_len, seq_len)
 
 
 def remember(cache, name, rows, keep):
@@ -166,7 +167,7 @@ class TinyAttention(nn.Module):
     def forward(self, x, mask=None, cache=None):
         """x (B, n, d_in) -> (B, n, d_out); mask and cache as in SpatialGatingUnit.
 
-        A row that may look at nothing gets zero attention.
+        A row that may look at nothing gets zero attention: the bias of out is left.
         """
         check_mask(mask, x, cache)
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, n, d_attn) each
@@ -182,7 +183,7 @@ class TinyAttention(nn.Module):
         else:
             visible = offsets.abs() < window
         if mask is not None:
-            visible = visible & mask
+            visible = visible & mask  # (n, n) or (B, n, n)
         blind = ~visible.any(dim=-1, keepdim=True)  # (n, 1) or (B, n, 1): softmax would give NaN
         scores = q @ k.mT * self.d_attn**-0.5  # (B, n, total)
         scores = scores.masked_fill(~(visible | blind), float("-inf"))
@@ -239,8 +240,9 @@ class Cache:
 class GMLPLanguageModel(nn.Module):
     """Token ids to logits of the next token (causal) or of a masked one (causal=False).
 
-    positions: None (W tells places apart), "learned", or "sinusoidal" (Vaswani et al. 2017, section
-    3.5). Takes 1 to seq_len tokens; any number with toeplitz=True unless positions are learned.
+    positions: None (W tells places apart), "learned", or "sinusoidal" (Vaswani et al. 2017,
+    sections 3.4 and 3.5). Takes 1 to seq_len tokens; with toeplitz=True any number, unless
+    positions are learned.
     """
 
     def __init__(self, vocab_size, seq_len, d_model, d_ffn, n_layers, *, causal=True,
@@ -253,21 +255,23 @@ class GMLPLanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         if positions == "learned":
             self.position_embedding = nn.Embedding(seq_len, d_model)
-            for table in (self.embedding, self.position_embedding):  # they weigh the same
+            for table in (self.embedding, self.position_embedding):  # as in GPT-2
                 nn.init.normal_(table.weight, std=0.02)
         self.trunk = GMLP(
             n_layers, d_model, d_ffn, seq_len, causal=causal, toeplitz=toeplitz, **block_options)
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, ids, mask=None, cache=None, start=0):
-        """ids (B, n) -> logits (B, n, V). mask as in SpatialGatingUnit.
+        """ids (B, n) -> logits (B, n, vocab_size). mask as in SpatialGatingUnit.
 
         cache, from new_cache(): ids are the next n tokens of each row, and join it. Without one,
-        start is the place of the first token, which matters to positions alone. ValueError for a
-        wrong length.
+        start is the place of the first token. ValueError for more than seq_len places, unless the
+        model is unbounded.
         """
-        start, n = cache.length if cache is not None else start, ids.shape[1]
-        if n < 1 or start + n > self.seq_len and not self.unbounded:
+        if cache is not None:
+            start = cache.length
+        n = ids.shape[1]
+        if n < 1 or (start + n > self.seq_len and not self.unbounded):
             total = start + n if n else 0
             raise ValueError(f"got {total} tokens, the model takes 1 to seq_len = {self.seq_len}")
         if cache is not None and not self.causal:
@@ -282,7 +286,7 @@ class GMLPLanguageModel(nn.Module):
         x = self.trunk(x, mask, None if cache is None else cache.blocks)  # (B, n, d)
         if cache is not None:
             cache.length += n
-        return self.head(x)  # (B, n, V)
+        return self.head(x)  # (B, n, vocab_size)
 
     def new_cache(self):
         """An empty memory for forward: the past of a causal model that is fed piece by piece."""
@@ -294,9 +298,10 @@ class GMLPLanguageModel(nn.Module):
         """ids (B, n), n >= 1 -> (B, n + max_new_tokens): ids, then what the model writes.
 
         temperature 0 takes the likeliest token; top_k samples among the k likeliest; generator is
-        the CPU torch.Generator to draw from. An unbounded model sees all of the text that reaches
-        it through its layers. Any other sees a window: the last seq_len tokens of ids at first;
-        when it is full, half of it is left behind. use_cache=False computes the same, slower.
+        the CPU torch.Generator to draw from. An unbounded model sees the last n_layers * (seq_len -
+        1) + 1 tokens, all that its layers can reach. Any other sees a window: the last seq_len
+        tokens of ids at first; when it is full, half of it is left behind. use_cache=False computes
+        the same to rounding, slower.
         """
         if not self.causal:
             raise ValueError("generate needs causal=True")
@@ -312,16 +317,16 @@ class GMLPLanguageModel(nn.Module):
         fed, cache = start, self.new_cache()  # ids[:, start:fed] are in the cache
         reach = len(self.trunk.blocks) * (self.seq_len - 1) + 1  # what an unbounded model sees
         try:
-            for n in range(n, n + max_new_tokens):
-                if not self.unbounded and n - start > self.seq_len:
-                    start = n - max(1, self.seq_len // 2)
+            for length in range(n, n + max_new_tokens):
+                if not self.unbounded and length - start > self.seq_len:
+                    start = length - max(1, self.seq_len // 2)
                     fed, cache = start, self.new_cache()
                 if use_cache:
                     for piece in ids[:, fed:].split(self.seq_len, dim=1):  # several: a long prompt
-                        logits = self(piece, cache=cache)  # (B, n of the piece, V)
-                    fed = n
+                        logits = self(piece, cache=cache)  # (B, n of the piece, vocab_size)
+                    fed = length
                 elif self.unbounded:
-                    logits = self(ids[:, -reach:], start=max(0, n - reach))
+                    logits = self(ids[:, -reach:], start=max(0, length - reach))
                 else:
                     logits = self(ids[:, start:])
                 chosen = sample(logits[:, -1], temperature, top_k, generator)  # (B, 1)
@@ -340,15 +345,15 @@ def sinusoids(places, d_model):
 
 
 def sample(logits, temperature, top_k, generator):
-    """logits (B, V) -> ids (B, 1), drawn on the CPU: the same draw whatever device made the
-    logits."""
-    logits = logits.float().cpu()
+    """logits (B, vocab_size) -> ids (B, 1), drawn on the CPU: the same draw whatever device made
+    the logits."""
+    logits = logits.cpu().double()
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, float("-inf"))
-    logits = logits - logits.max(dim=-1, keepdim=True).values  # finite at any temperature
+    logits = logits - logits.max(dim=-1, keepdim=True).values  # no NaN at a small temperature
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
@@ -377,8 +382,8 @@ class GMLPImageClassifier(nn.Module):
         return self.head(self.trunk(x).mean(dim=1))
 
 
-# The sizes of table 1; with 224-pixel images and 1,000 classes they have 5,867,328, 19,422,656 and
-# 73,075,392 parameters.
+# Table 1: GMLPImageClassifier(224, n_classes=1000, **GMLP_SIZES["S"]). Ti, S and B: 5,867,328,
+# 19,422,656 and 73,075,392 parameters.
 GMLP_SIZES = {
     "Ti": dict(patch_size=16, d_model=128, d_ffn=768, n_layers=30),
     "S": dict(patch_size=16, d_model=256, d_ffn=1536, n_layers=30),

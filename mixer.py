@@ -3,12 +3,12 @@
     Y = X + T(norm(X)^T)^T        T: Linear(n, t), GELU, Linear(t, n)   tokens meet, channels do not
     Z = Y + C(norm(Y))            C: Linear(d, f), GELU, Linear(f, d)   each token alone
 
-B batch, n tokens, d = d_model, t = d_token (d/2), f = d_ff (4d in the paper), V vocabulary;
-X, Y, Z (B, n, d). T's price: n is fixed, and every token sees every other. T's cost, 2 n * t * d
+B batch, n tokens, d = d_model, t = d_token (d/2), f = d_ff (4d in the paper);
+X, Y, Z (B, n, d). T fixes n, and lets every token see every other. Its cost, 2 n * t * d
 multiply-adds a layer, is linear in n where attention is quadratic, while t does not grow with n
 (in CausalTokenMLP it does).
 
-A Transformer's layer differs in its first line alone, and SelfAttention is called as MLPMixer is.
+A Transformer's layer has attention in the place of T, and nothing else; both are called alike.
 Swapping one for the other is one argument:
 
     EncoderLayer(d, MLPMixer(FeedForward(n, t)), FeedForward(d, f))     # MLP-Mixer
@@ -38,7 +38,8 @@ class FeedForward(nn.Module):
 
 
 class MLPMixer(nn.Module):
-    """T(X^T)^T: any mlp, applied over the tokens and called like self-attention (paper, section 2).
+    """The first half of a layer, T(X^T)^T: any mlp, applied over the tokens and called like
+    self-attention (paper, section 2).
 
     It takes exactly the n of its mlp: the in_features of the mlp's first nn.Linear. Fewer tokens
     are for CausalTokenMLP and PaddedMixer.
@@ -106,7 +107,7 @@ class SelfAttention(nn.Module):
         """query (B, n, d) -> (B, n, d), any n. ValueError for another key or value.
 
         mask, boolean (n, n) or (B, n, n): row i may look at column j. A row that may look at
-        nothing gets zero attention.
+        nothing gets zero attention: the bias of out is left.
         """
         if key is not query or value is not query:
             raise ValueError("SelfAttention takes query again as key and as value")
@@ -153,9 +154,9 @@ class CausalTokenMLP(nn.Module):
         n, k = x.shape[-1], self.hidden_per_token
         if not 1 <= n <= self.seq_len:
             raise ValueError(f"got {n} tokens, CausalTokenMLP takes 1 to seq_len = {self.seq_len}")
-        past = torch.ones_like(self.fc1.weight[:n, :n]).tril()  # (n, n): 1 where i may look at j
-        w1 = self.fc1.weight[:n * k, :n] * past.repeat_interleave(k, dim=0)  # (nk, n)
-        w2 = self.fc2.weight[:n, :n * k] * past.repeat_interleave(k, dim=1)  # (n, nk)
+        visible = torch.ones_like(self.fc1.weight[:n, :n]).tril()  # (n, n): 1 where i may look at j
+        w1 = self.fc1.weight[:n * k, :n] * visible.repeat_interleave(k, dim=0)  # (nk, n)
+        w2 = self.fc2.weight[:n, :n * k] * visible.repeat_interleave(k, dim=1)  # (n, nk)
         hidden = F.gelu(F.linear(x, w1, self.fc1.bias[:n * k]))  # (..., nk)
         return F.linear(hidden, w2, self.fc2.bias[:n])  # (..., n)
 
@@ -194,7 +195,7 @@ class Encoder(nn.Module):
 
     token_mixer: "mixer" or "attention". d_token: t, by default d/2; in a causal Mixer 2 seq_len, or
     the given t rounded up to a multiple of seq_len. positions: None, "learned", or "sinusoidal"
-    (Vaswani et al. 2017, section 3.5).
+    (Vaswani et al. 2017, sections 3.4 and 3.5).
     """
 
     def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", d_token=None,
@@ -255,12 +256,13 @@ class EncoderLanguageModel(nn.Module):
         self.seq_len, self.causal = seq_len, causal
         self.embedding = nn.Embedding(vocab_size, d_model)
         self.trunk = Encoder(n_layers, d_model, d_ff, seq_len, causal=causal, **encoder_options)
-        if self.trunk.positions == "learned":  # they weigh the same, as in nanoGPT
+        if self.trunk.positions == "learned":  # as in GPT-2
             nn.init.normal_(self.embedding.weight, std=0.02)
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, ids, mask=None):
-        """ids (B, n) -> logits (B, n, V); mask as in SelfAttention. ValueError for a wrong n."""
+        """ids (B, n) -> logits (B, n, vocab_size); mask as in SelfAttention. ValueError for a wrong
+        n."""
         n = ids.shape[1]
         if not 1 <= n <= self.seq_len:
             raise ValueError(f"got {n} tokens, the model takes 1 to seq_len = {self.seq_len}")
@@ -286,10 +288,10 @@ class EncoderLanguageModel(nn.Module):
         self.eval()
         start = max(0, n - self.seq_len)  # of the window, in ids
         try:
-            for n in range(n, n + max_new_tokens):
-                if n - start > self.seq_len:
-                    start = n - max(1, self.seq_len // 2)
-                logits = self(ids[:, start:])[:, -1]  # (B, V)
+            for length in range(n, n + max_new_tokens):
+                if length - start > self.seq_len:
+                    start = length - max(1, self.seq_len // 2)
+                logits = self(ids[:, start:])[:, -1]  # (B, vocab_size)
                 chosen = sample(logits, temperature, top_k, generator)  # (B, 1)
                 ids = torch.cat([ids, chosen.to(ids)], dim=1)
         finally:
@@ -298,15 +300,15 @@ class EncoderLanguageModel(nn.Module):
 
 
 def sample(logits, temperature, top_k, generator):
-    """logits (B, V) -> ids (B, 1), drawn on the CPU: the same draw whatever device made the
-    logits."""
-    logits = logits.float().cpu()
+    """logits (B, vocab_size) -> ids (B, 1), drawn on the CPU: the same draw whatever device made
+    the logits."""
+    logits = logits.cpu().double()
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
         logits = logits.masked_fill(logits < kth, float("-inf"))
-    logits = logits - logits.max(dim=-1, keepdim=True).values  # finite at any temperature
+    logits = logits - logits.max(dim=-1, keepdim=True).values  # no NaN at a small temperature
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
@@ -319,8 +321,8 @@ class EncoderImageClassifier(nn.Module):
     def __init__(self, image_size, patch_size, n_classes, d_model, d_ff, n_layers, *, in_channels=3,
                  **encoder_options):
         super().__init__()
-        (height, width), (p1, p2) = ((s, s) if isinstance(s, int) else s
-                                     for s in (image_size, patch_size))
+        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+        p1, p2 = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
         if height % p1 or width % p2:
             raise ValueError(f"image {height} x {width} is no multiple of patch {p1} x {p2}")
         self.image_shape = (in_channels, height, width)
@@ -379,8 +381,9 @@ def replace_attention(model, seq_len, d_token=None):
     """Swap each self-attending nn.MultiheadAttention in model for a Mixer of seq_len tokens.
 
     In place; returns how many. Width, layout, dropout, device and dtype stay, weights are drawn
-    afresh: train the model. d_token defaults to half the width. ValueError for decoders and for
-    cross-attention, with nothing changed; in the model's forward for masks, another key, another n.
+    afresh: train the model. d_token defaults to half the width. ValueError, with nothing changed,
+    for nn.TransformerDecoderLayer and keys or values of another width; in the model's forward for
+    masks, another key, another n.
     """
     modules = dict(model.named_modules(remove_duplicate=False))  # all paths of a shared module
     attentions = {p: m for p, m in modules.items() if isinstance(m, nn.MultiheadAttention)}

@@ -1813,6 +1813,17 @@ def test_resume_obeys_flags(any_job):
     assert [g["weight_decay"] for g in groups] == [0.5, 0.0] and groups[0]["betas"][1] == 0.9
 
 
+def test_resume_remembers_the_data_dir(lm, tmp_path, monkeypatch, no_network):
+    """A run whose text came from --data_dir goes on without the flag, from another folder."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/tinyshakespeare.txt").write_text(TEXT, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    flags = [*TINY, "--max_new_tokens=5", "--data_dir=here", f"--out_dir={lm.out}"]
+    train_lm.main(flags)
+    monkeypatch.chdir("/")
+    train_lm.main(["--resume", "--max_iters=30", f"--out_dir={lm.out}"])
+
+
 def test_sampling_needs_no_data(lm, tmp_path, capsys):
     """Case 31: writing works from the checkpoint alone; the prompt comes first, and the flags
     act."""
@@ -2045,18 +2056,18 @@ def test_nothing_left_to_do(any_job, monkeypatch, capsys):
     exits(lambda: any_job("--resume", "--max_iters=7", tiny=False), 7, "--max_iters", capsys=capsys)
 
 
-def test_a_new_run_replaces_an_old_one(lm, monkeypatch):
-    """A fresh run in the folder of another leaves nothing of that one: its log, checkpoint and
-    best.pt go together, even if it is stopped before its first evaluation."""
+def test_a_new_run_keeps_an_old_one(lm, monkeypatch):
+    """A fresh run in the folder of another mixes nothing with it, even if it is stopped before its
+    first evaluation; log, ckpt.pt and best.pt of the other are kept under other names."""
     lm()
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         interrupt_at(patch, 3)
         lm("--model=transformer")
     assert [row["iter"] for row in read_log(lm.out)] == ["1"]
-    assert {
-        torch.load(lm.out / name, weights_only=True)["config"]["model"]
-        for name in ("ckpt.pt", "best.pt")
-    } == {"transformer"}
+    for name in ("ckpt.pt", "best.pt"):
+        for path, model in ((name, "transformer"), (f"{name}.old", "gmlp")):
+            assert torch.load(lm.out / path, weights_only=True)["config"]["model"] == model
+    assert (lm.out / "log.csv.old").read_text(encoding="utf-8").count("\n") == 6
 
 
 def test_bad_out_dir(any_job, tmp_path, capsys):
@@ -2867,6 +2878,37 @@ def test_odd_folders(vision, tmp_path, capsys):
     assert "2 files" in capsys.readouterr().out  # told from the cache as well
 
 
+def test_pictures_of_sixteen_bits(tmp_path):
+    """A grey ramp of 16 bits is a ramp of 8 bits, not white; fractions of unknown range are
+    refused."""
+    ramp = np.linspace(0, 65535, 256).astype(np.uint16)[None].repeat(2, axis=0)
+    Image.fromarray(ramp).save(tmp_path / "ramp.png")
+    for channels in (1, 3):
+        image = train_vision.read_image(tmp_path / "ramp.png", (2, 256), channels)
+        assert image.shape == (channels, 2, 256)
+        assert (image[:, 0] - torch.arange(256)).abs().max() <= 1
+    Image.fromarray(ramp.astype(np.float32)).save(tmp_path / "ramp.tiff")
+    with pytest.raises(ValueError, match="fractions"):
+        train_vision.read_image(tmp_path / "ramp.tiff", (2, 256), 1)
+
+
+def test_unreadable_pictures_are_tried_again(vision, tmp_path, monkeypatch, capsys):
+    """A picture that could not be read, for whatever reason, is back as soon as it can be."""
+    folder, read = make_pictures(tmp_path / "odd"), train_vision.read_image
+
+    def refuse(path, *sizes):
+        if path.name == "0.png":
+            raise PermissionError
+        return read(path, *sizes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_vision, "read_image", refuse)
+        vision(f"--data={folder}", "--max_iters=2")
+    assert "21 images to train on" in capsys.readouterr().out
+    vision(f"--data={folder}", "--max_iters=2")
+    assert "24 images to train on" in capsys.readouterr().out
+
+
 def test_folders_without_images(vision, tmp_path, capsys):
     """Case 42: a missing folder, one without images, and a single class get one sentence that says
     what is wanted."""
@@ -3182,7 +3224,7 @@ def test_kill_at_any_moment(any_job):
         until(lambda: written() != before)  # it trains
         time.sleep(random.uniform(0, 0.3))
         if kill % 2 == 0:
-            until(lambda: any(any_job.out.glob("*.part")))
+            until(lambda: any(any_job.out.glob(f"*.{process.pid}.part")))
         process.kill()
         assert process.wait() == -signal.SIGKILL
         steps.append(common.load_checkpoint(checkpoint)["step"])
@@ -3230,20 +3272,15 @@ def test_two_processes_equal_one(any_job):
 
 
 def test_processes_stop_together(lm):
-    """SIGTERM to one process of two ends both after the same step, saved; --resume goes on. A batch
-    that two cannot share evenly is refused."""
+    """SIGTERM, which the launcher hands to both of two processes, ends both after the same step,
+    saved, and --resume goes on. A batch that two cannot share evenly is refused."""
     both = torchrun(lm, "--max_iters=100000", "--schedule=constant")
     until(lambda: (lm.out / "ckpt.pt").exists())
-    (child, *_) = [
-        int(pid)
-        for pid in subprocess.check_output(["pgrep", "-P", str(both.pid)], encoding="utf-8").split()
-    ]
-    os.kill(child, signal.SIGTERM)
+    both.send_signal(signal.SIGTERM)
     said = both.communicate(timeout=60)[0]
-    assert "--resume goes on" in said and both.returncode != 0
-    step = common.load_checkpoint(lm.out / "ckpt.pt")["step"]
-    result = lm("--resume", f"--max_iters={step + 5}", tiny=False)
-    assert result["iters"] == step + 5
+    step = int(re.search(r"stopped after iteration ([\d,]+); --resume", said)[1].replace(",", ""))
+    assert common.load_checkpoint(lm.out / "ckpt.pt")["step"] == step
+    assert lm("--resume", f"--max_iters={step + 5}", tiny=False)["iters"] == step + 5
     odd = torchrun(lm, "--batch_size=3")
     assert "--batch_size=3 is no multiple of --grad_accum=1 times 2" in odd.communicate()[0]
 

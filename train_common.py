@@ -9,6 +9,7 @@ Throughout, s is the settings of a run, which do not change, and t all that chan
 import argparse
 import contextlib
 import csv
+import datetime
 import difflib
 import hashlib
 import http.client
@@ -54,6 +55,8 @@ def run(main):
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except (MemoryError, RuntimeError) as error:  # PyTorch has no type of its own for it on CPUs
+        if RANK and "peer" in str(error):  # the first process has failed, and said why
+            raise SystemExit(1) from None
         if "memory" not in str(error) and not isinstance(error, MemoryError):
             raise
         fail(f"out of memory ({str(error).partition(chr(10))[0]}): lower --batch_size, raise "
@@ -61,6 +64,8 @@ def run(main):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
         raise SystemExit(141) from None
+    except OSError as error:  # what we write goes through write_file: it is our output, or a bug
+        fail(f"{error.strerror}: {error.filename or 'printing'}", 1)
     finally:
         if WORLD > 1 and dist.is_initialized():
             dist.destroy_process_group()
@@ -92,6 +97,9 @@ class Parser(argparse.ArgumentParser):
             flag = unknown[0].split("=")[0]
             near = difflib.get_close_matches(flag, self.flags, n=1)
             self.error(f"unknown flag {flag}" + (f", did you mean {near[0]}?" if near else ""))
+        for name, value in vars(args).items():
+            if value == []:  # argparse lets --name=-- pass
+                self.error(f"--{name} needs a value")
         return args
 
 
@@ -182,8 +190,9 @@ def read_settings(parser, presets, argv, script, kept):
     "laptop/float32", "laptop/gmlp/float32").
     """
     given = vars(parser.parse_args(argv))
-    if given.get("data"):
-        given["data"] = os.path.abspath(given["data"])  # --resume may come from another folder
+    for place in ("data", "data_dir"):
+        if given.get(place):
+            given[place] = os.path.abspath(given[place])  # --resume may come from another folder
     if os.path.exists(given["out_dir"]) and not os.path.isdir(given["out_dir"]):
         fail(f"--out_dir={given['out_dir']} is no folder")
     modes = [mode for mode in MODES if given.get(mode)]
@@ -200,9 +209,12 @@ def read_settings(parser, presets, argv, script, kept):
                  if not isinstance(checkpoint.get(key), kind)]
         if wrong:
             fail(f"{path} is no checkpoint of train_{script}.py: it lacks {', '.join(wrong)}")
-        base = presets["laptop"] | checked(parser, checkpoint["config"], path)
-        if torch.device(base.get("device", "cpu")).type != device.type:
+        kept = checked(parser, checkpoint["config"], path)
+        base = dict(preset="laptop", device="cpu") | presets["laptop"] | kept
+        if base["device"].partition(":")[0] != device.type:
             base["dtype"] = "auto"
+        if not os.path.isdir(base.get("data_dir", "")):  # the checkpoint has moved
+            base.pop("data_dir", None)
         fixed = ARCHITECTURE + (("seed", "optimizer") if modes == ["resume"] else ())
         for key in fixed:
             if key in given and given[key] != base.get(key):
@@ -218,7 +230,7 @@ def read_settings(parser, presets, argv, script, kept):
             base |= presets.get(f"{given['preset']}/{entry}", {})
     here = dict(data_dir=str(HERE / "data"))
     settings = types.SimpleNamespace(
-        **(MODES | base | here | given | dict(device=str(device), dtype=dtype)))
+        **(MODES | here | base | given | dict(device=str(device), dtype=dtype)))
     if settings.batch_size % (WORLD * settings.grad_accum):
         processes = f" times {WORLD} processes" if WORLD > 1 else ""
         fail(f"--batch_size={settings.batch_size} is no multiple of "
@@ -251,7 +263,9 @@ def pick_device(name):
     if name == "auto":
         mps = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else mps
-    if name == "cuda" and WORLD > 1:
+    if WORLD > 1 and name.startswith("cuda:"):
+        fail(f"--device={name}: each process takes a GPU of its own, so leave out the number")
+    if WORLD > 1 and name == "cuda":
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
@@ -303,9 +317,12 @@ def compiled(model, s):
 
 
 def start_processes(device):
+    wait = datetime.timedelta(hours=12)  # for the first process, which may have much to fetch
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl", timeout=wait, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=wait)
     if RANK:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
@@ -435,7 +452,7 @@ def write_file(path, content):
     new one. Of several processes the first alone writes."""
     if RANK:
         return
-    beside = Path(f"{path}.part")
+    beside = Path(f"{path}.{os.getpid()}.part")
     try:
         beside.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "wb") as file:
@@ -484,6 +501,8 @@ def new_model(build_model, s, *sizes, checkpoint=None):
         with torch.device("meta"):  # no memory for sizes that the weights may not have
             model = build_model(s, *sizes)
         model.load_state_dict(checkpoint["model"], assign=True)
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise ValueError("some are not finite")
         return model.to(s.device, torch.float32)
     except (RuntimeError, TypeError, AttributeError, ValueError, KeyError) as error:
         why = " ".join(str(error).split())
@@ -522,19 +541,38 @@ def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
         scaler=torch.amp.GradScaler(torch.device(s.device).type, enabled=s.dtype == "float16"),
         generator=torch.Generator().manual_seed(s.seed),  # draws the batches
         clock=Clock(s.device), interrupt=Interrupt())
+    put_aside(s)
+    lines = log_lines([], header=True)
     if s.resume:
         try:
             resume_training(checkpoint, s, t)
+            lines = log_lines(t.log, header=True)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             fail(f"{s.out_dir}/ckpt.pt cannot be resumed: {type(error).__name__}, {error}")
-    elif os.path.exists(f"{s.out_dir}/ckpt.pt"):
-        print(f"{s.out_dir} holds an earlier run, which this one replaces at its first checkpoint")
     t.forward = compiled(model, s)
-    write_file(Path(s.out_dir) / "log.csv", log_lines(t.log, header=True).encode())
+    write_file(Path(s.out_dir) / "log.csv", lines.encode())
     t.clock.start()
     t.progress = Progress(s, t, unit, units_per_step)
     model.train()
     return t
+
+
+def put_aside(s):
+    """Remove what a run killed while it saved has left in the folder, and rename the rest unless it
+    is resumed, so that a forgotten --resume costs nothing."""
+    names = [] if s.resume else ["log.csv", "best.pt", "ckpt.pt"]
+    old = [Path(s.out_dir, name) for name in names if os.path.exists(f"{s.out_dir}/{name}")]
+    if RANK:
+        return
+    try:
+        for path in Path(s.out_dir).glob("*.part"):
+            path.unlink()
+        for path in old:
+            os.replace(path, f"{path}.old")
+    except OSError as error:
+        fail(f"cannot write to {s.out_dir}: {error.strerror}", 1)
+    if old:
+        print(f"the earlier run in {s.out_dir} is kept: {', '.join(f'{p.name}.old' for p in old)}")
 
 
 def update(model, loss, s, t):
@@ -583,13 +621,13 @@ def log(model, s, t, score=None, **figures):
         except OSError as error:
             fail(f"cannot write {s.out_dir}/log.csv: {error.strerror}; the last good checkpoint is "
                  "intact", 1)
-        t.progress.show(row)
         if figures:
             t.latest = figures
             if score > t.best.get("score", -math.inf):
                 t.best = dict(score=score, **{f"best_{name}": x for name, x in figures.items()})
                 save_training("best.pt", model, s, t)
             save_training("ckpt.pt", model, s, t)
+        t.progress.show(row)
 
 
 def save_training(name, model, s, t):
@@ -598,8 +636,9 @@ def save_training(name, model, s, t):
     if not all(p.isfinite().all() for p in model.parameters()):
         fail(f"the weights are not finite at iteration {t.step}: lower --learning_rate; the last "
              "good checkpoint is intact", 1)
+    on_cuda = s.device.startswith("cuda")
     random = dict(cpu=torch.get_rng_state(), data=t.generator.get_state(),
-                  cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+                  cuda=torch.cuda.get_rng_state(s.device) if on_cuda else None)
     save_checkpoint(
         Path(s.out_dir) / name, script=t.script, config=vars(s), model=model.state_dict(),
         optimizer=t.optimizer.state_dict(), scaler=t.scaler.state_dict(), random=random,
@@ -621,19 +660,21 @@ def resume_training(checkpoint, s, t):
     planned = checkpoint["config"]["max_iters"]
     if s.max_iters != planned and s.schedule in ("linear", "cosine"):
         print(f"--max_iters was {planned:,}: the {s.schedule} schedule changes with it")
-    flags = [(g["betas"], g["weight_decay"]) for g in t.optimizer.param_groups]
+    flags = [{k: x for k, x in g.items() if k != "params"} for g in t.optimizer.param_groups]
     t.optimizer.load_state_dict(checkpoint["optimizer"])
-    for group, (betas, weight_decay) in zip(t.optimizer.param_groups, flags):
-        group.update(betas=betas, weight_decay=weight_decay)
+    for group, options in zip(t.optimizer.param_groups, flags):
+        group.update(options)
     for p, state in t.optimizer.state.items():
         if any(x.shape != p.shape for name, x in state.items() if name != "step"):
             raise ValueError("the optimizer's averages have other shapes than the weights")
-    t.scaler.load_state_dict(checkpoint["scaler"])
+    if checkpoint["scaler"]:  # empty unless it was float16
+        t.scaler.load_state_dict(checkpoint["scaler"])
     random = checkpoint["random"]
     torch.set_rng_state(random["cpu"])
     t.generator.set_state(random["data"])
-    if random["cuda"] and len(random["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(random["cuda"])
+    if random["cuda"] is not None and s.device.startswith("cuda"):
+        torch.cuda.set_rng_state(random["cuda"], s.device)
+    float(checkpoint["best"].get("score", 0))
     for key in ("step", "log", "latest", "best"):
         setattr(t, key, checkpoint[key])
     t.losses = [loss.to(s.device) for loss in checkpoint["losses"]]
@@ -643,7 +684,8 @@ def resume_training(checkpoint, s, t):
 
 class Interrupt:
     """While open, Ctrl-C and SIGTERM are only noted, so that the loop can finish its step: update()
-    makes them .signal. A second one acts as ever."""
+    makes them .signal. A second one acts as ever, except on one of several processes, since their
+    launcher hands on what they got already."""
 
     noted = signal = None
 
@@ -655,6 +697,8 @@ class Interrupt:
         self.give_back()
 
     def give_back(self):
+        if self.noted and WORLD > 1:
+            return
         for number, handler in self.old.items():
             signal.signal(number, handler)
 
@@ -664,12 +708,15 @@ class Interrupt:
 
 def stop_if_interrupted(model, s, t):
     """After the loop: if a signal ended it, save and exit as the shell expects."""
-    if t.interrupt.signal:
+    number = t.interrupt.signal or (t.interrupt.noted if WORLD == 1 else None)
+    if number:
         if not t.best:  # the best so far, and never that of an earlier run
             save_training("best.pt", model, s, t)
         save_training("ckpt.pt", model, s, t)
         t.progress.say(f"stopped after iteration {t.step:,}; --resume goes on from there")
-        raise SystemExit(128 + t.interrupt.signal)
+        if WORLD > 1:
+            dist.barrier()  # the launcher ends all when one has ended
+        raise SystemExit(128 + number)
     t.clock.stop()
 
 
@@ -694,6 +741,8 @@ class Clock:
     def stop(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
         self.before, self.since = self.seconds, None
 
     @contextlib.contextmanager

@@ -6,6 +6,7 @@
     python train_lm.py --model=transformer          another architecture in the same loop
 
 Results go to out/lm. To take this script along, copy gmlp.py, mixer.py and train_common.py too.
+Throughout, s is the settings of a run, t all that changes while it trains.
 """
 from pathlib import Path
 
@@ -17,25 +18,25 @@ import train_common as common
 from gmlp import GMLPLanguageModel
 from mixer import EncoderLanguageModel
 
-# Every knob of a run. `laptop` is whole, the others list what they change; "laptop/mixer" is what
-# changes under that model, "laptop/float32" in that dtype, which takes a CPU twice as long or more.
+# Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/mixer"
+# is what changes with that preset and model, "laptop/float32" with that dtype, on slower CPUs.
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="auto",
         seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=None,
         dropout=0.0, drop_path=0.0,
-        batch_size=8, grad_accum=1, max_iters=4500, eval_interval=500, log_interval=25,
-        optimizer="adamw", schedule="linear", learning_rate=6e-3, min_lr=0.0, warmup_iters=50,
+        batch_size=16, grad_accum=1, max_iters=2300, eval_interval=460, log_interval=10,
+        optimizer="muon", schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False,
         prompt=None, max_new_tokens=500, temperature=0.8, top_k=None),
     "laptop/mixer": dict(d_ffn=256, learning_rate=4e-3),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
     "laptop/amlp": dict(d_ffn=328),
-    "laptop/float32": dict(max_iters=1300, eval_interval=325),
+    "laptop/float32": dict(max_iters=630, eval_interval=210),
     "small": dict(
-        d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, batch_size=16,
-        learning_rate=4e-3, max_iters=6000, eval_interval=500),
+        d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, learning_rate=4e-3,
+        max_iters=6000, eval_interval=500),
     "small/float32": dict(max_iters=2000),
     "gpu": dict(
         seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.2, batch_size=64,
@@ -43,13 +44,14 @@ PRESETS = {
     # nanoGPT's recipe for a CPU, published as 1.88: the yardstick
     "nanogpt": dict(
         model="transformer", seq_len=64, d_model=128, d_ffn=512, n_layers=4,
-        n_heads=4, batch_size=12, max_iters=2000, eval_interval=250, schedule="cosine",
-        learning_rate=1e-3, min_lr=1e-4, warmup_iters=100, dtype="float32"),
+        n_heads=4, batch_size=12, max_iters=2000, eval_interval=250, log_interval=25,
+        optimizer="adamw", schedule="cosine", learning_rate=1e-3, min_lr=1e-4, warmup_iters=100,
+        dtype="float32"),
     # labml.ai's annotated gMLP experiment, 128 passes over the text (Adam is AdamW without decay)
     "classic": dict(
         toeplitz=False, positions="sinusoidal", seq_len=256, d_model=512, d_ffn=2048, n_layers=6,
-        n_heads=1, batch_size=32, max_iters=15_700, schedule="noam", learning_rate=1.0,
-        warmup_iters=2000, beta2=0.999, weight_decay=0.0, eval_interval=1000),
+        n_heads=1, batch_size=32, max_iters=15_700, optimizer="adamw", schedule="noam",
+        learning_rate=1.0, warmup_iters=2000, beta2=0.999, weight_decay=0.0, eval_interval=1000),
 }
 
 
@@ -78,7 +80,7 @@ def build_model(s, vocab_size):
     token_mixer = "mixer" if s.model == "mixer" else "attention"
     model = EncoderLanguageModel(*sizes, token_mixer=token_mixer, d_token=s.d_token,
                                  n_heads=s.n_heads, **shared)
-    if s.preset == "nanogpt":
+    if s.preset == "nanogpt" and s.model == "transformer":
         initialise_as_nanogpt(model, s.n_layers)
     return model
 
@@ -103,7 +105,7 @@ def evaluate(model, ids, s):
     total = 0.0
     for x, y in common.windows_of(ids[:-1], ids[1:], s.seq_len):  # (up to 64, seq_len) each
         with common.autocast(s):
-            logits = model(x.to(s.device)).flatten(0, 1)  # (tokens, V)
+            logits = model(x.to(s.device)).flatten(0, 1)  # (tokens, vocab_size)
         loss = F.cross_entropy(logits.float(), y.to(s.device).flatten(), reduction="sum")
         total += loss.item()
     model.train(was_training)
@@ -111,8 +113,8 @@ def evaluate(model, ids, s):
 
 
 def prompt_of(s, vocabulary):
-    """--prompt as ids (n,); by default a line break."""
-    prompt = s.prompt if s.prompt is not None else "\n" if "\n" in vocabulary else vocabulary[0]
+    """--prompt as ids (n,); by default a line break, or else the first of the vocabulary."""
+    prompt = s.prompt if s.prompt is not None else "\n" if "\n" in vocabulary else vocabulary[:1]
     return common.encode(prompt, vocabulary, "--prompt")
 
 
@@ -159,9 +161,9 @@ def main(argv=None):
             starts = torch.randint(len(windows), (s.batch_size,), generator=t.generator)
             batch = windows[starts.to(s.device)]  # (B, seq_len + 1)
             loss = 0.0
-            for part in common.my_parts(batch, s):  # (B / grad_accum, seq_len + 1)
+            for part in common.my_parts(batch, s):  # (B / parts, seq_len + 1)
                 with common.autocast(s):
-                    logits = t.forward(part[:, :-1])  # (B / grad_accum, seq_len, V)
+                    logits = t.forward(part[:, :-1])  # (B / parts, seq_len, vocab_size)
                     part_loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
                 t.scaler.scale(part_loss / s.grad_accum).backward()
                 loss += part_loss.detach() / s.grad_accum

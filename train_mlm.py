@@ -18,8 +18,8 @@ from mixer import EncoderLanguageModel
 IGNORE = -100  # the target of a position that does not count, cross_entropy's default
 BLANK = "_"  # stands for [MASK] in what we print, and in --fill
 
-# Every knob of a run. `laptop` is whole, the others list what they change; "laptop/gmlp" is what
-# changes under that model, "laptop/float32" what changes in that dtype.
+# Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/gmlp"
+# is what changes with that preset and model, "laptop/float32" with that dtype, on slower CPUs.
 PRESETS = {
     "laptop": dict(
         model="mixer", toeplitz=True, positions="auto", mask_prob=0.15,
@@ -29,11 +29,13 @@ PRESETS = {
         optimizer="adamw", schedule="linear", learning_rate=3e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False),
-    "laptop/gmlp": dict(learning_rate=6e-3, max_iters=4400),
-    "laptop/amlp": dict(d_ffn=328, learning_rate=6e-3),
+    "laptop/gmlp": dict(
+        optimizer="muon", learning_rate=8e-3, batch_size=16, max_iters=2300, eval_interval=460),
+    "laptop/amlp": dict(
+        optimizer="muon", learning_rate=8e-3, batch_size=16, max_iters=2300, d_ffn=328),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
     "laptop/float32": dict(max_iters=900, eval_interval=300),
-    "laptop/gmlp/float32": dict(max_iters=1300),
+    "laptop/gmlp/float32": dict(max_iters=630, eval_interval=210),
     "gpu": dict(
         model="gmlp", seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.1,
         batch_size=64, learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
@@ -84,7 +86,8 @@ def mask_tokens(ids, n_chars, mask_id, *, mask_prob=0.15, generator=None):
 
 
 def masked_loss(logits, targets):
-    """logits (B, n, V), targets (B, n) -> the sum of the losses where targets count, in nats."""
+    """logits (B, n, vocab_size), targets (B, n) -> the sum of the losses where targets count, in
+    nats."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE,
                            reduction="sum")
 
@@ -101,7 +104,7 @@ def evaluate(model, ids, n_chars, s):
     for x, y in common.windows_of(inputs, targets, s.seq_len):  # (up to 64, seq_len) each
         y = y.to(s.device)
         with common.autocast(s):
-            logits = model(x.to(s.device))  # (B, n, V)
+            logits = model(x.to(s.device))  # (B, n, vocab_size)
         total += masked_loss(logits, y).item()
         correct += (logits.argmax(dim=-1) == y).sum().item()
     model.train(was_training)
@@ -181,7 +184,7 @@ def main(argv=None):
             loss = 0.0
             for x, y in zip(common.my_parts(inputs, s), common.my_parts(targets, s)):
                 with common.autocast(s):
-                    logits = t.forward(x)  # (B / grad_accum, seq_len, V)
+                    logits = t.forward(x)  # (B / parts, seq_len, vocab_size)
                 part_loss = masked_loss(logits, y) / count * common.WORLD  # a mean over processes
                 t.scaler.scale(part_loss).backward()
                 loss += part_loss.detach()
