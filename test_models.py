@@ -1810,7 +1810,8 @@ def test_resume_obeys_flags(any_job):
     any_job()
     any_job("--resume", "--max_iters=30", "--weight_decay=0.5", "--beta2=0.9", tiny=False)
     groups = torch.load(any_job.out / "ckpt.pt", weights_only=True)["optimizer"]["param_groups"]
-    assert [g["weight_decay"] for g in groups] == [0.5, 0.0] and groups[0]["betas"][1] == 0.9
+    *decaying, rest = [g["weight_decay"] for g in groups]
+    assert set(decaying) == {0.5} and rest == 0.0 and groups[0]["betas"][1] == 0.9
 
 
 def test_resume_remembers_the_data_dir(lm, tmp_path, monkeypatch, no_network):
@@ -1938,6 +1939,17 @@ def test_bad_texts(lm, tmp_path, capsys):
     exits(lambda: lm(data(b"x" * 100)), "validation", 10, 17, capsys=capsys)
 
 
+def with_a_flipped_weight(path):
+    """The bytes of the checkpoint at path with eight bits turned in the middle of a tensor, which
+    the pickle in it does not show."""
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        tensors = [member for member in archive.infolist() if "/data/" in member.filename]
+        largest = max(tensors, key=lambda member: member.file_size)
+    content[largest.header_offset + largest.file_size // 2 + 100] ^= 0xFF
+    return bytes(content)
+
+
 def test_bad_checkpoints(lm, tmp_path, capsys):
     """Cases 31 and 36: a checkpoint that is missing, cut short, of other sizes, of another script
     or of another text is refused in one sentence with both values, and stays as it is."""
@@ -1966,12 +1978,8 @@ def test_bad_checkpoints(lm, tmp_path, capsys):
     )
     exits(lambda: lm("--resume", "--seed=2", tiny=False), "--seed=1", capsys=capsys)
     assert (lm.out / "ckpt.pt").read_bytes() == good
-    with zipfile.ZipFile(lm.out / "ckpt.pt") as archive:
-        tensors = [member for member in archive.infolist() if "/data/" in member.filename]
-        largest = max(tensors, key=lambda member: member.file_size)  # flip weights, not the pickle
-    flipped = bytearray(good)
-    flipped[largest.header_offset + largest.file_size // 2 + 100] ^= 0xFF
-    for broken in (good[:1000], b"", b"not a checkpoint", good[:-100], bytes(flipped)):
+    flipped = with_a_flipped_weight(lm.out / "ckpt.pt")
+    for broken in (good[:1000], b"", b"not a checkpoint", good[:-100], flipped):
         (lm.out / "ckpt.pt").write_bytes(broken)
         exits(lambda: lm("--resume", tiny=False), "ckpt.pt", "no whole checkpoint", capsys=capsys)
     (lm.out / "ckpt.pt").write_bytes(good)
@@ -2692,6 +2700,7 @@ def test_l2_is_that_of_adam(vision, monkeypatch):
     AdamW's."""
     flags = [
         "--l2=0.1",
+        "--optimizer=adamw",
         "--weight_decay=0",
         "--beta2=0.999",
         "--grad_clip=0",
@@ -3379,9 +3388,7 @@ def bad_checkpoints(path):
     yield "empty", b""
     yield "text", b"this is no checkpoint"
     yield "half", good[: len(good) // 2]
-    flipped = bytearray(good)
-    flipped[len(good) // 3] ^= 1
-    yield "flipped", bytes(flipped)
+    yield "flipped", with_a_flipped_weight(path)
     yield "a pickle", pickle.dumps(Malice())
     yield "code", saved(model=Malice())
     yield "a list", (lambda b: (torch.save([1, 2], b), b.getvalue())[1])(io.BytesIO())
