@@ -23,6 +23,7 @@ import urllib.error
 import urllib.request
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -3256,14 +3257,15 @@ def test_kill_at_any_moment(any_job):
     assert logs[0] == logs[1]
 
 
-def torchrun(job, *flags, processes=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={processes}", job.script.__file__]
+def torchrun(job, *flags, script=None):
+    """Two processes that run the job's script, or another."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.Popen(
-        [*command, *job.flags_of(*flags)],
+        [*command, script or job.script.__file__, *job.flags_of(*flags)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
+        env=os.environ | dict(PYTHONPATH=str(HERE)),
     )
 
 
@@ -3289,16 +3291,27 @@ def test_two_processes_equal_one(any_job):
             assert torch.allclose(ours[name], theirs[name], atol=1e-4), name
 
 
-def test_processes_stop_together(lm):
-    """SIGTERM, which the launcher hands to both of two processes, ends both after the same step,
-    saved, and --resume goes on. A batch that two cannot share evenly is refused."""
-    both = torchrun(lm, "--max_iters=100000", "--schedule=constant")
-    until(lambda: (lm.out / "ckpt.pt").exists())
-    both.send_signal(signal.SIGTERM)
-    said = both.communicate(timeout=60)[0]
-    step = int(re.search(r"stopped after iteration ([\d,]+); --resume", said)[1].replace(",", ""))
-    assert common.load_checkpoint(lm.out / "ckpt.pt")["step"] == step
-    assert lm("--resume", f"--max_iters={step + 5}", tiny=False)["iters"] == step + 5
+SIGNALLED = """
+import os, signal
+import train_common as common, train_lm
+update = common.update
+def signalling(model, loss, s, t):
+    if t.step == 7 and common.RANK == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    update(model, loss, s, t)
+common.update = signalling
+common.run(train_lm.main)
+"""
+
+
+def test_processes_stop_together(lm, tmp_path):
+    """SIGTERM to one process ends both after that step, saved, and --resume goes on. A batch that
+    two cannot share evenly is refused."""
+    (tmp_path / "signalled.py").write_text(SIGNALLED, encoding="utf-8")
+    both = torchrun(lm, "--max_iters=2000", script=tmp_path / "signalled.py")
+    assert "stopped after iteration 7; --resume goes on" in both.communicate(timeout=60)[0]
+    assert common.load_checkpoint(lm.out / "ckpt.pt")["step"] == 7
+    assert lm("--resume", "--max_iters=12", tiny=False)["iters"] == 12
     odd = torchrun(lm, "--batch_size=3")
     assert "--batch_size=3 is no multiple of --grad_accum=1 times 2" in odd.communicate()[0]
 
@@ -3478,6 +3491,9 @@ def test_bad_pictures_of_all_kinds(vision, pictures, tmp_path, monkeypatch, caps
         bad.write_bytes(content)
         at = [f"--out_dir={vision.out}", "--predict", str(bad)]
         exits(lambda at=at: train_vision.main(at), bad, capsys=capsys)
+    header = b"IHDR" + (12_000).to_bytes(4, "big") * 2 + good[24:29]  # PIL would only warn
+    bad.write_bytes(good[:12] + header + zlib.crc32(header).to_bytes(4, "big") + good[33:])
+    exits(lambda: train_vision.main(at), "bomb", capsys=capsys)
     assert vision(f"--data={folder}")["images"] == 80
     said = capsys.readouterr().out
     assert f"{i + 1} files in" in said and "24 images to train on" in said
