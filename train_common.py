@@ -57,7 +57,8 @@ def run(main):
     except (MemoryError, RuntimeError) as error:  # PyTorch has no type of its own for it on CPUs
         if RANK and "peer" in str(error):  # the first process has failed, and said why
             raise SystemExit(1) from None
-        if "memory" not in str(error) and not isinstance(error, MemoryError):
+        told = any(words in str(error) for words in ("out of memory", "allocate memory"))
+        if not told and not isinstance(error, MemoryError):
             raise
         fail(f"out of memory ({str(error).partition(chr(10))[0]}): lower --batch_size, raise "
              "--grad_accum, or take a smaller model", 1)
@@ -209,8 +210,8 @@ def read_settings(parser, presets, argv, script, kept):
                  if not isinstance(checkpoint.get(key), kind)]
         if wrong:
             fail(f"{path} is no checkpoint of train_{script}.py: it lacks {', '.join(wrong)}")
-        kept = checked(parser, checkpoint["config"], path)
-        base = dict(preset="laptop", device="cpu") | presets["laptop"] | kept
+        stored = checked(parser, checkpoint["config"], path)
+        base = dict(preset="laptop", device="cpu") | presets["laptop"] | stored
         if base["device"].partition(":")[0] != device.type:
             base["dtype"] = "auto"
         if not os.path.isdir(base.get("data_dir", "")):  # the checkpoint has moved
