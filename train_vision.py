@@ -51,9 +51,9 @@ PRESETS = {
     "laptop/vit": dict(n_layers=2, learning_rate=2e-3),
     "laptop/float32": dict(max_iters=1800, eval_interval=600),
     "long": dict(
-        d_model=192, d_ffn=768, n_layers=10, drop_path=0.1, label_smoothing=0.1, cutmix=0.5,
-        batch_size=128, max_iters=20_000, warmup_iters=500, learning_rate=2e-3),
-    "long/vit": dict(learning_rate=1e-3),
+        d_model=160, d_ffn=640, n_layers=6, drop_path=0.1, label_smoothing=0.1, cutmix=0.5,
+        max_iters=20_000, warmup_iters=500, learning_rate=3e-3),
+    "long/vit": dict(learning_rate=2e-3),
     "gpu": dict(
         patch_size=(2, 2), d_model=256, d_ffn=1024, n_layers=12, n_heads=8, drop_path=0.2,
         erasing=0.25, mixup=0.2, cutmix=1.0, label_smoothing=0.1, batch_size=256,
