@@ -14,9 +14,10 @@ Swapping one for the other is one argument:
     EncoderLayer(d, MLPMixer(FeedForward(n, t)), FeedForward(d, f))     # MLP-Mixer
     EncoderLayer(d, SelfAttention(d, n_heads),   FeedForward(d, f))     # Transformer
 
-Beyond the paper: a T that never looks ahead (CausalTokenMLP), texts shorter than n (PaddedMixer),
-positions, dropout, and replace_attention for other people's models. Unlike the paper's code: exact
-GELU, and a head that does not start at zero. Copy this file alone: it imports nothing but torch.
+Beyond the paper: a T that never looks ahead (CausalTokenMLP), one that treats all places alike
+(ToeplitzTokenMLP), texts shorter than n (PaddedMixer), positions, dropout, and replace_attention
+for other people's models. Unlike the paper's code: exact GELU, and a head that does not start at
+zero. Copy this file alone: it imports nothing but torch.
 """
 import torch
 import torch.nn.functional as F
@@ -161,6 +162,52 @@ class CausalTokenMLP(nn.Module):
         return F.linear(hidden, w2, self.fc2.bias[:n])  # (..., n)
 
 
+class ToeplitzTokenMLP(nn.Module):
+    """A T for MLPMixer that treats all places alike: its weights depend on offsets i - j alone.
+
+    Each token owns k = hidden_per_token hidden units. Unit r of token i is gelu of the sum over j
+    of W1[r, i - j] x_j, plus b1[r]; output i is the sum over r and j of W2[r, i - j] times unit r
+    of token j, plus b2: two convolutions as wide as the text. seq_len is the largest n, or a grid
+    (rows, columns), of which the n tokens are a prefix in raster order, with offsets of row and
+    column. causal: units and outputs of token i read those of tokens j <= i.
+    """
+
+    def __init__(self, seq_len, hidden_per_token=2, *, causal=False):
+        super().__init__()
+        self.grid = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (1, seq_len)
+        self.causal = causal
+        self.seq_len = n = self.grid[0] * self.grid[1]
+        k, n_offsets = hidden_per_token, (2 * self.grid[0] - 1) * (2 * self.grid[1] - 1)
+        if n < 1 or k < 1:
+            raise ValueError(f"seq_len = {n} and hidden_per_token = {k} must be 1 or more")
+        reach1, reach2 = n ** -0.5, (n * k) ** -0.5  # as nn.Linear would start
+        self.W1 = nn.Parameter(torch.empty(k, n_offsets).uniform_(-reach1, reach1))
+        self.b1 = nn.Parameter(torch.zeros(k, 1))
+        self.W2 = nn.Parameter(torch.empty(k, n_offsets).uniform_(-reach2, reach2))
+        self.b2 = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        """x (..., n) -> (..., n), 1 <= n <= seq_len: else ValueError."""
+        n = x.shape[-1]
+        if not 1 <= n <= self.seq_len:
+            raise ValueError(
+                f"got {n} tokens, ToeplitzTokenMLP takes 1 to seq_len = {self.seq_len}")
+        W1, W2 = (toeplitz_2d(w, *self.grid)[:, :n, :n] for w in (self.W1, self.W2))  # (k, n, n)
+        if self.causal:
+            W1, W2 = W1.tril(), W2.tril()
+        hidden = F.linear(x, W1.flatten(0, 1)).unflatten(-1, (-1, n))  # (..., k, n)
+        hidden = F.gelu(hidden + self.b1).flatten(-2)  # (..., kn)
+        return F.linear(hidden, W2.transpose(0, 1).flatten(1)) + self.b2  # (..., n)
+
+
+def toeplitz_2d(w, rows, columns):
+    """w (h, (2 rows - 1) (2 columns - 1)), by rising offset of row and column -> (h, seq_len,
+    seq_len)."""
+    w = w.unflatten(-1, (2 * rows - 1, 2 * columns - 1))  # (h, 2 rows - 1, 2 columns - 1)
+    W = w.unfold(1, rows, 1).unfold(2, columns, 1).flip(-2, -1)  # (h, rows, columns, rows, columns)
+    return W.flatten(3).flatten(1, 2)  # (h, seq_len, seq_len)
+
+
 class PaddedMixer(MLPMixer):
     """An MLPMixer for 1 <= n <= n_tokens: zeros stand for the missing tokens, on the right."""
 
@@ -193,14 +240,17 @@ class DropPath(nn.Module):
 class Encoder(nn.Module):
     """The trunk: positions, layers, LayerNorm. DropPath grows from 0 to drop_path over the depth.
 
-    token_mixer: "mixer" or "attention". d_token: t, by default d/2; in a causal Mixer 2 seq_len, or
-    the given t rounded up to a multiple of seq_len. positions: None, "learned", or "sinusoidal"
-    (Vaswani et al. 2017, sections 3.4 and 3.5).
+    seq_len: n, or a grid (rows, columns) of n tokens. token_mixer: "mixer" or "attention"; toeplitz
+    makes the Mixer's T a ToeplitzTokenMLP. d_token: t, by default d/2; in a causal or Toeplitz
+    Mixer 2n, or the given t rounded up to a multiple of n. positions: None, "learned", or
+    "sinusoidal" (Vaswani et al. 2017, sections 3.4 and 3.5).
     """
 
-    def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", d_token=None,
-                 n_heads=8, causal=False, positions=None, dropout=0.0, drop_path=0.0):
+    def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", toeplitz=False,
+                 d_token=None, n_heads=8, causal=False, positions=None, dropout=0.0,
+                 drop_path=0.0):
         super().__init__()
+        n = seq_len if isinstance(seq_len, int) else seq_len[0] * seq_len[1]
         if token_mixer not in ("mixer", "attention"):
             raise ValueError(f'token_mixer = {token_mixer!r} is none of "mixer", "attention"')
         if positions not in (None, "learned", "sinusoidal"):
@@ -209,14 +259,16 @@ class Encoder(nn.Module):
         def new_token_mixer():
             if token_mixer == "attention":
                 return SelfAttention(d_model, n_heads, causal=causal, dropout=dropout)
+            hidden_per_token = (d_token + n - 1) // n if d_token else 2
+            if toeplitz:
+                return MLPMixer(ToeplitzTokenMLP(seq_len, hidden_per_token, causal=causal))
             if causal:
-                hidden_per_token = (d_token + seq_len - 1) // seq_len if d_token else 2
-                return PaddedMixer(CausalTokenMLP(seq_len, hidden_per_token))
-            return PaddedMixer(FeedForward(seq_len, d_token or d_model // 2, dropout=dropout))
+                return PaddedMixer(CausalTokenMLP(n, hidden_per_token))
+            return PaddedMixer(FeedForward(n, d_token or d_model // 2, dropout=dropout))
 
         self.positions = positions
         if positions == "learned":
-            self.position_embedding = nn.Embedding(seq_len, d_model)
+            self.position_embedding = nn.Embedding(n, d_model)
             nn.init.normal_(self.position_embedding.weight, std=0.02)
         rates = [drop_path * i / max(1, n_layers - 1) for i in range(n_layers)]
         self.blocks = nn.ModuleList(
@@ -326,9 +378,9 @@ class EncoderImageClassifier(nn.Module):
         if height % p1 or width % p2:
             raise ValueError(f"image {height} x {width} is no multiple of patch {p1} x {p2}")
         self.image_shape = (in_channels, height, width)
-        n = (height // p1) * (width // p2)
+        grid = height // p1, width // p2
         self.patches = nn.Conv2d(in_channels, d_model, (p1, p2), stride=(p1, p2))
-        self.trunk = Encoder(n_layers, d_model, d_ff, n, **encoder_options)
+        self.trunk = Encoder(n_layers, d_model, d_ff, grid, **encoder_options)
         self.head = nn.Linear(d_model, n_classes)
 
     def forward(self, images):

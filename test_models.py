@@ -769,7 +769,8 @@ def encoder_language_model(seq_len=16, **options):
     return randomise(mixer.EncoderLanguageModel(11, seq_len, **sizes))
 
 
-ENCODERS = [dict(), dict(d_token=64), dict(token_mixer="attention")]
+ENCODERS = [dict(), dict(d_token=64), dict(toeplitz=True), dict(token_mixer="attention")]
+ENCODER_NAMES = ["mixer", "d_token", "toeplitz", "attention"]
 
 
 def leaks(model, n, cuts):
@@ -787,7 +788,7 @@ def leaks(model, n, cuts):
     return seen
 
 
-@pytest.mark.parametrize("options", ENCODERS, ids=["mixer", "d_token", "attention"])
+@pytest.mark.parametrize("options", ENCODERS, ids=ENCODER_NAMES)
 @pytest.mark.parametrize("positions", [None, "learned", "sinusoidal"])
 def test_causal_encoder_never_looks_ahead(options, positions):
     """Cases 2 and 3: with random weights, and with all token-mixing weights times 1000, changing
@@ -819,9 +820,8 @@ def test_the_encoder_causality_test_can_fail(monkeypatch):
             )
             assert leaks(encoder_language_model(64, causal=True), 64, cuts) == cuts
     monkeypatch.setattr(torch.Tensor, "tril", lambda self: self)
-    for token_mixer in ("mixer", "attention"):
-        model = encoder_language_model(64, causal=True, token_mixer=token_mixer)
-        assert leaks(model, 64, cuts) == cuts
+    for options in ENCODERS:
+        assert leaks(encoder_language_model(64, causal=True, **options), 64, cuts) == cuts
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
@@ -856,10 +856,58 @@ def test_causal_token_mlp_prefix():
                 call()
 
 
+@pytest.mark.parametrize("n", [1, 4, 6])
+@pytest.mark.parametrize("causal", [False, True])
+def test_toeplitz_token_mlp_is_two_convolutions(causal, n):
+    """On a line F.conv1d, on a grid F.conv2d, over all offsets and from hidden units of the n tokens
+    alone; causal kernels are zero where they would look ahead (on a grid, in raster order)."""
+    k, torch_conv = 3, {1: F.conv1d, 2: F.conv2d}
+    for grid in ((6,), (2, 3), (3, 2)):
+        seq_len = grid if len(grid) == 2 else grid[0]
+        mlp = randomise(mixer.ToeplitzTokenMLP(seq_len, k, causal=causal), scale=1.0).double()
+        size = [2 * side - 1 for side in grid]
+        assert mlp.W1.shape == mlp.W2.shape == (k, math.prod(size))
+        x = torch.randn(2, 6, dtype=torch.float64)
+        x[:, n:] = 0
+        seen = torch.ones(math.prod(size), dtype=torch.float64)
+        seen[: len(seen) // 2] = 0 if causal else 1  # negative offsets
+        kernel1 = (mlp.W1 * seen).flip(1).view(k, 1, *size)
+        kernel2 = (mlp.W2 * seen).flip(1).view(1, k, *size)
+        conv, padding = torch_conv[len(grid)], [side - 1 for side in grid]
+        h = conv(x.view(2, 1, *grid), kernel1, mlp.b1.flatten(), padding=padding).flatten(2)
+        h = (F.gelu(h) * (torch.arange(6) < n)).view(2, k, *grid)
+        y = conv(h, kernel2, mlp.b2, padding=padding).flatten(1)
+        torch.testing.assert_close(mlp(x[:, :n]), y[:, :n], rtol=0, atol=1e-12)
+
+
+def test_toeplitz_token_mlp_in_a_mixer():
+    """A Mixer with it knows no absolute place: tokens moved along give outputs moved along, here by
+    2 of 12, where nothing is cut off. Wrong lengths and sizes are a ValueError with both numbers."""
+    mlp = randomise(mixer.ToeplitzTokenMLP(12, 2))
+    with torch.no_grad():
+        for w in (mlp.W1, mlp.W2):
+            w *= (torch.arange(-11, 12).abs() < 3).float()
+    token_mixer, x = mixer.MLPMixer(mlp), torch.zeros(3, 12, 5)
+    x[:, 3:6] = torch.randn(3, 3, 5)
+    zero, here, there = (token_mixer.mix(v) for v in (x * 0, x, x.roll(2, 1)))
+    inner = slice(4, 10)  # what a token at an end lacks reaches no further than 4
+    torch.testing.assert_close((there - zero)[:, inner], (here - zero).roll(2, 1)[:, inner])
+    assert (here - zero)[:, 3:6].abs().min() > 0
+    for n in (0, 13):
+        with pytest.raises(ValueError, match=f"{n} tokens.*seq_len = 12"):
+            token_mixer.mix(torch.randn(3, n, 5))
+    for sizes in ((0, 2), (12, 0), ((3, 0), 2)):
+        with pytest.raises(ValueError, match="must be 1 or more"):
+            mixer.ToeplitzTokenMLP(*sizes)
+    model = mixer.EncoderImageClassifier((32, 64), (4, 8), 5, 6, 12, 2, toeplitz=True, d_token=65)
+    assert model.trunk.blocks[1].token_mixer.mlp.W1.shape == (2, 15 * 15)
+    assert model(torch.randn(3, 3, 32, 64)).shape == (3, 5)
+
+
 # ------------------------------------------------------------------ mixer.py: lengths and refusals
 
 
-@pytest.mark.parametrize("options", ENCODERS, ids=["mixer", "d_token", "attention"])
+@pytest.mark.parametrize("options", ENCODERS, ids=ENCODER_NAMES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_encoder_takes_every_length_and_batch(options, causal):
     """Case 1: any 1 <= n <= seq_len and any batch give finite logits of the right shape; others are
@@ -1002,7 +1050,7 @@ def test_encoder_positions():
 # ---------------------------------------------------------------------------- mixer.py: generate
 
 
-@pytest.mark.parametrize("options", ENCODERS, ids=["mixer", "d_token", "attention"])
+@pytest.mark.parametrize("options", ENCODERS, ids=ENCODER_NAMES)
 def test_encoder_window_slides_by_half(options):
     """The next token comes from the last seq_len of the prompt; a full window is halved; at
     seq_len 1 one token is left."""
@@ -1244,10 +1292,10 @@ def test_encoder_drop_path_drops_whole_samples():
     assert torch.equal(layer(x), x) and not torch.equal(layer.eval()(x), x)
 
 
-@pytest.mark.parametrize("name", ["DropPath", "sinusoids", "sample"])
+@pytest.mark.parametrize("name", ["DropPath", "sinusoids", "sample", "toeplitz_2d"])
 def test_what_stands_in_both_model_files_is_the_same(name):
     """Case 13: a model file is copied alone, so DropPath stands in both, letter for letter; so do
-    the position table and the sampler."""
+    the position table, the sampler and the Toeplitz matrix."""
     assert inspect.getsource(getattr(mixer, name)) == inspect.getsource(getattr(gmlp, name))
 
 
@@ -1319,12 +1367,13 @@ def test_schedules(schedule, warmup):
 
 @pytest.mark.parametrize("muon", [False, True])
 def test_parameter_groups(muon):
-    """Case 15: each parameter is in one group; weights of Linear, Conv, Embedding and the gate's W
+    """Case 15: each parameter is in one group; weights of Linear, Conv, Embedding and all W
     decay, norms, biases and the gate's b do not. Muon gets the Linear weights of the blocks."""
     for model in (
         language_model(d_attn=4, positions="learned"),
         language_model(toeplitz=True, n_heads=2),
         GMLPImageClassifier(8, 4, 3, 6, 24, 2),
+        mixer.EncoderImageClassifier(8, 4, 3, 6, 24, 2, toeplitz=True),
     ):
         names = {p: name for name, p in model.named_parameters()}
         groups = common.parameter_groups(model, 0.1, muon)
@@ -1334,11 +1383,18 @@ def test_parameter_groups(muon):
         assert sum(len(g["params"]) for g in groups) == len(names)
         assert {p for g in groups for p in g["params"]} == set(names)
         for p in decaying["params"]:
-            assert names[p].endswith(("weight", ".W")) and "norm" not in names[p]
+            assert names[p].endswith(("weight", ".W", ".W1", ".W2")) and "norm" not in names[p]
         for p in rest["params"]:
-            assert names[p].endswith(("bias", ".b")) or "norm" in names[p]
+            assert names[p].endswith(("bias", ".b", ".b1", ".b2")) or "norm" in names[p]
         if muon:
-            linear = ("proj_in.weight", "proj_out.weight", "qkv.weight", "out.weight")
+            linear = (
+                "proj_in.weight",
+                "proj_out.weight",
+                "qkv.weight",
+                "out.weight",
+                "fc1.weight",
+                "fc2.weight",
+            )
             ours = {names[p] for p in turned[0]["params"]}
             assert ours == {name for name in names.values() if name.endswith(linear)}
 

@@ -137,7 +137,8 @@ def add_common_flags(parser, presets, models, out_dir):
     names = [name for name in presets if "/" not in name]
     add("--preset", choices=names, help="what to start from (default: gpu on CUDA, else laptop)")
     add("--model", choices=models, help="the architecture")
-    add("--toeplitz", **SWITCH, help="the gate's W depends on i - j only")
+    add("--toeplitz", **SWITCH, help="the weights over tokens (gate, Mixer) "
+        "depend on the offset i - j alone")
     add("--positions", choices=("auto", "none", "learned", "sinusoidal"),
         help="what is added to the tokens (auto: learned for attention, else none)")
     add("--data", help="your own data instead of the built-in")
@@ -384,7 +385,7 @@ def learning_rate(step, s):
 
 
 def parameter_groups(model, weight_decay, muon=False):
-    """The groups of an optimizer: the weights of Linear, Conv2d and Embedding and the gate's W
+    """The groups of an optimizer: the weights of Linear, Conv2d and Embedding and all W, W1, W2
     decay; norms, biases and the gate's b do not (b has two dimensions, and decay would shut the
     gate). With muon a third group: the Linear weights of the blocks, which it turns."""
     turned, decaying, rest = [], [], []
@@ -393,7 +394,7 @@ def parameter_groups(model, weight_decay, muon=False):
             matrix = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
             in_block = isinstance(module, nn.Linear) and ".blocks." in path
             kind = turned if muon and matrix and in_block else decaying
-            (kind if matrix or name == "W" else rest).append(p)
+            (kind if matrix or name in ("W", "W1", "W2") else rest).append(p)
     return [dict(params=turned, weight_decay=weight_decay, muon=True)] * muon + [
         dict(params=decaying, weight_decay=weight_decay, muon=False),
         dict(params=rest, weight_decay=0.0, muon=False)]

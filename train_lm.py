@@ -78,8 +78,8 @@ def build_model(s, vocab_size):
         return GMLPLanguageModel(*sizes, toeplitz=s.toeplitz, n_heads=s.n_heads,
                                  d_attn=s.d_attn if s.model == "amlp" else None, **shared)
     token_mixer = "mixer" if s.model == "mixer" else "attention"
-    model = EncoderLanguageModel(*sizes, token_mixer=token_mixer, d_token=s.d_token,
-                                 n_heads=s.n_heads, **shared)
+    model = EncoderLanguageModel(*sizes, token_mixer=token_mixer, toeplitz=s.toeplitz,
+                                 d_token=s.d_token, n_heads=s.n_heads, **shared)
     if s.preset == "nanogpt" and s.model == "transformer":
         initialise_as_nanogpt(model, s.n_layers)
     return model

@@ -67,8 +67,8 @@ def build_model(s, vocab_size):
         return GMLPLanguageModel(*sizes, toeplitz=s.toeplitz, n_heads=s.n_heads,
                                  d_attn=s.d_attn if s.model == "amlp" else None, **shared)
     token_mixer = "mixer" if s.model == "mixer" else "attention"
-    return EncoderLanguageModel(*sizes, token_mixer=token_mixer, d_token=s.d_token,
-                                n_heads=s.n_heads, **shared)
+    return EncoderLanguageModel(*sizes, token_mixer=token_mixer, toeplitz=s.toeplitz,
+                                d_token=s.d_token, n_heads=s.n_heads, **shared)
 
 
 def mask_tokens(ids, n_chars, mask_id, *, mask_prob=0.15, generator=None):

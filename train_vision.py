@@ -128,8 +128,9 @@ def build_model(s, n_classes):
         auto = "learned" if s.model == "vit" else None  # a Mixer knows places by itself
         positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
         model = EncoderImageClassifier(
-            *sizes, token_mixer="mixer" if s.model == "mixer" else "attention", d_token=s.d_token,
-            n_heads=s.n_heads, positions=positions, **shared)
+            *sizes, token_mixer="mixer" if s.model == "mixer" else "attention",
+            toeplitz=s.toeplitz, d_token=s.d_token, n_heads=s.n_heads, positions=positions,
+            **shared)
     if s.recipe == "article":
         for block in model.trunk.blocks:
             block.drop_path.p = s.drop_path
