@@ -43,7 +43,7 @@ class MLPMixer(nn.Module):
     self-attention (paper, section 2).
 
     It takes exactly the n of its mlp: the in_features of the mlp's first nn.Linear. Fewer tokens
-    are for CausalTokenMLP and PaddedMixer.
+    are for CausalTokenMLP, ToeplitzTokenMLP and PaddedMixer.
     """
 
     def __init__(self, mlp):
@@ -165,11 +165,14 @@ class CausalTokenMLP(nn.Module):
 class ToeplitzTokenMLP(nn.Module):
     """A T for MLPMixer that treats all places alike: its weights depend on offsets i - j alone.
 
-    Each token owns k = hidden_per_token hidden units. Unit r of token i is gelu of the sum over j
-    of W1[r, i - j] x_j, plus b1[r]; output i is the sum over r and j of W2[r, i - j] times unit r
-    of token j, plus b2: two convolutions as wide as the text. seq_len is the largest n, or a grid
-    (rows, columns), of which the n tokens are a prefix in raster order, with offsets of row and
-    column. causal: units and outputs of token i read those of tokens j <= i.
+    Each token owns k = hidden_per_token hidden units, and two convolutions as wide as the text join
+    tokens, units and outputs:
+
+        u[r, i] = gelu(b1[r] + sum over j of W1[r, i - j] x[j])      unit r of token i
+        y[i]    = b2 + sum over r and j of W2[r, i - j] u[r, j]      output i
+
+    seq_len is the largest n, or a grid (rows, columns) of which the n tokens are a prefix in raster
+    order, with one weight per offset of row and column. causal: only j <= i.
     """
 
     def __init__(self, seq_len, hidden_per_token=2, *, causal=False):
@@ -195,9 +198,9 @@ class ToeplitzTokenMLP(nn.Module):
         W1, W2 = (toeplitz_2d(w, *self.grid)[:, :n, :n] for w in (self.W1, self.W2))  # (k, n, n)
         if self.causal:
             W1, W2 = W1.tril(), W2.tril()
-        hidden = F.linear(x, W1.flatten(0, 1)).unflatten(-1, (-1, n))  # (..., k, n)
-        hidden = F.gelu(hidden + self.b1).flatten(-2)  # (..., kn)
-        return F.linear(hidden, W2.transpose(0, 1).flatten(1)) + self.b2  # (..., n)
+        u = F.linear(x, W1.flatten(0, 1)).unflatten(-1, (-1, n))  # (..., k, n)
+        u = F.gelu(u + self.b1).flatten(-2)  # (..., kn)
+        return F.linear(u, W2.transpose(0, 1).flatten(1)) + self.b2  # (..., n)
 
 
 def toeplitz_2d(w, rows, columns):

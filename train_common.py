@@ -188,8 +188,8 @@ def read_settings(parser, presets, argv, script, kept):
     its checkpoints hold besides CHECKPOINT, and the types.
 
     A flag wins over the checkpoint in a mode that uses one. Else over the preset: `laptop`, changed
-    by the preset, changed by its entries for the model, the dtype and both ("laptop/gmlp",
-    "laptop/float32", "laptop/gmlp/float32").
+    by the preset, changed by its entries for the model and the dtype ("laptop/amlp",
+    "laptop/float32").
     """
     given = vars(parser.parse_args(argv))
     for place in ("data", "data_dir"):
@@ -227,8 +227,7 @@ def read_settings(parser, presets, argv, script, kept):
         base = presets["laptop"] | presets[given["preset"]]
     dtype = pick_dtype(given.get("dtype", base["dtype"]), device)
     if not modes:
-        model = given.get("model", base["model"])
-        for entry in (model, dtype, f"{model}/{dtype}"):
+        for entry in (given.get("model", base["model"]), dtype):
             base |= presets.get(f"{given['preset']}/{entry}", {})
     here = dict(data_dir=str(HERE / "data"))
     settings = types.SimpleNamespace(

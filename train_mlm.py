@@ -18,32 +18,30 @@ from mixer import EncoderLanguageModel
 IGNORE = -100  # the target of a position that does not count, cross_entropy's default
 BLANK = "_"  # stands for [MASK] in what we print, and in --fill
 
-# Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/gmlp"
+# Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/amlp"
 # is what changes with that preset and model, "laptop/float32" with that dtype, on slower CPUs.
 PRESETS = {
     "laptop": dict(
         model="mixer", toeplitz=True, positions="auto", mask_prob=0.15,
-        seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=256,
+        seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=128,
         dropout=0.0, drop_path=0.0,
-        batch_size=8, grad_accum=1, max_iters=3000, eval_interval=500, log_interval=25,
-        optimizer="adamw", schedule="linear", learning_rate=3e-3, min_lr=0.0, warmup_iters=50,
+        batch_size=16, grad_accum=1, max_iters=2300, eval_interval=460, log_interval=10,
+        optimizer="muon", schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False),
-    "laptop/gmlp": dict(
-        optimizer="muon", learning_rate=8e-3, batch_size=16, max_iters=2300, eval_interval=460),
-    "laptop/amlp": dict(
-        optimizer="muon", learning_rate=8e-3, batch_size=16, max_iters=2300, d_ffn=328),
+    "laptop/mixer": dict(d_ffn=384),
+    "laptop/amlp": dict(d_ffn=328),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
-    "laptop/float32": dict(max_iters=900, eval_interval=300),
-    "laptop/gmlp/float32": dict(max_iters=630, eval_interval=210),
+    "laptop/float32": dict(max_iters=630, eval_interval=210),
     "gpu": dict(
         model="gmlp", seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.1,
         batch_size=64, learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
     # labml.ai's annotated MLP-Mixer experiment, 1,024 passes (Adam is AdamW without decay)
     "classic": dict(
-        positions="sinusoidal", seq_len=32, batch_size=64, d_model=128, d_ffn=256, d_token=128,
-        n_layers=6, dropout=0.1, max_iters=502_000, schedule="noam", learning_rate=1.0,
-        warmup_iters=2000, beta2=0.999, weight_decay=0.0, eval_interval=2000, log_interval=100),
+        toeplitz=False, positions="sinusoidal", seq_len=32, d_model=128, d_ffn=256, n_layers=6,
+        dropout=0.1, batch_size=64, max_iters=502_000, optimizer="adamw", schedule="noam",
+        learning_rate=1.0, warmup_iters=2000, beta2=0.999, weight_decay=0.0, eval_interval=2000,
+        log_interval=100),
 }
 
 

@@ -47,7 +47,7 @@ PRESETS = {
         beta2=0.99, weight_decay=0.1, l2=0.0, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False),
     "laptop/amlp": dict(d_ffn=328),
-    "laptop/mixer": dict(d_ffn=360, learning_rate=2e-3),
+    "laptop/mixer": dict(d_ffn=384, d_token=64, learning_rate=2e-3),
     "laptop/vit": dict(n_layers=2, learning_rate=2e-3),
     "laptop/float32": dict(max_iters=1800, eval_interval=600),
     "long": dict(
