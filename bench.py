@@ -231,7 +231,8 @@ def bench_generate(s):
             ms = {kind: (seconds[kind, count + 1] - seconds[kind, 1]) / count * 1e3
                   for kind in kinds}
             rows.append(dict(
-                texts=texts, window=n, model=name, uncached_ms=ms["uncached"], cached_ms=ms.get("cached"),
+                texts=texts, window=n, model=name, uncached_ms=ms["uncached"],
+                cached_ms=ms.get("cached"),
                 times_faster=ms["uncached"] / ms["cached"] if "cached" in ms else None))
     return rows
 

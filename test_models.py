@@ -859,7 +859,7 @@ def test_causal_token_mlp_prefix():
 @pytest.mark.parametrize("n", [1, 4, 6])
 @pytest.mark.parametrize("causal", [False, True])
 def test_toeplitz_token_mlp_is_two_convolutions(causal, n):
-    """On a line F.conv1d, on a grid F.conv2d, over all offsets and from hidden units of the n tokens
+    """On a line F.conv1d, on a grid F.conv2d, over all offsets and hidden units of the n tokens
     alone; causal kernels are zero where they would look ahead (on a grid, in raster order)."""
     k, torch_conv = 3, {1: F.conv1d, 2: F.conv2d}
     for grid in ((6,), (2, 3), (3, 2)):
@@ -881,8 +881,9 @@ def test_toeplitz_token_mlp_is_two_convolutions(causal, n):
 
 
 def test_toeplitz_token_mlp_in_a_mixer():
-    """A Mixer with it knows no absolute place: tokens moved along give outputs moved along, here by
-    2 of 12, where nothing is cut off. Wrong lengths and sizes are a ValueError with both numbers."""
+    """A Mixer with it knows no absolute place: tokens moved along give outputs moved along, here
+    by 2 of 12, where nothing is cut off. Wrong lengths and sizes are a ValueError with both
+    numbers."""
     mlp = randomise(mixer.ToeplitzTokenMLP(12, 2))
     with torch.no_grad():
         for w in (mlp.W1, mlp.W2):
