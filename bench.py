@@ -37,6 +37,7 @@ MODELS = {
     "gMLP, Toeplitz W": dict(model="gmlp"),
     "gMLP, free W": dict(model="gmlp", toeplitz=False, n_heads=1, d_ffn=472),
     "aMLP": dict(model="amlp"),
+    # the paper's, with two hidden units a token where it must not look ahead
     "Mixer": dict(model="mixer", toeplitz=False, d_ffn=256, d_token=None),
     "Transformer": dict(model="transformer"),
     "Transformer, fused": dict(model="transformer"),

@@ -6,7 +6,7 @@
 B batch, n tokens, d = d_model, t = d_token (d/2), f = d_ff (4d in the paper);
 X, Y, Z (B, n, d). T fixes n, and lets every token see every other. Its cost, 2 n * t * d
 multiply-adds a layer, is linear in n where attention is quadratic, while t does not grow with n
-(in CausalTokenMLP it does).
+(in CausalTokenMLP and ToeplitzTokenMLP it does).
 
 A Transformer's layer has attention in the place of T, and nothing else; both are called alike.
 Swapping one for the other is one argument:
@@ -165,25 +165,28 @@ class CausalTokenMLP(nn.Module):
 class ToeplitzTokenMLP(nn.Module):
     """A T for MLPMixer that treats all places alike: its weights depend on offsets i - j alone.
 
-    Each token owns k = hidden_per_token hidden units, and two convolutions as wide as the text join
-    tokens, units and outputs:
+    Each token owns k = hidden_per_token hidden units. Two convolutions that reach over the whole
+    text join tokens, units and outputs:
 
         u[r, i] = gelu(b1[r] + sum over j of W1[r, i - j] x[j])      unit r of token i
         y[i]    = b2 + sum over r and j of W2[r, i - j] u[r, j]      output i
 
     seq_len is the largest n, or a grid (rows, columns) of which the n tokens are a prefix in raster
-    order, with one weight per offset of row and column. causal: only j <= i.
+    order, with one weight per offset of row and column. causal: only j <= i. That saves weights, k
+    per offset for k n^2, but no operations: t = k n.
     """
 
-    def __init__(self, seq_len, hidden_per_token=2, *, causal=False):
+    def __init__(self, seq_len, hidden_per_token=1, *, causal=False):
         super().__init__()
         self.grid = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (1, seq_len)
         self.causal = causal
         self.seq_len = n = self.grid[0] * self.grid[1]
-        k, n_offsets = hidden_per_token, (2 * self.grid[0] - 1) * (2 * self.grid[1] - 1)
+        k = hidden_per_token
         if n < 1 or k < 1:
             raise ValueError(f"seq_len = {n} and hidden_per_token = {k} must be 1 or more")
-        reach1, reach2 = n ** -0.5, (n * k) ** -0.5  # as nn.Linear would start
+        self.n_ahead = 2 * n - sum(self.grid)  # offsets of tokens j > i; those of j < i are as many
+        n_offsets = self.n_ahead + 1 if causal else 2 * self.n_ahead + 1
+        reach1, reach2 = n ** -0.5, (n * k) ** -0.5  # the weights start as an nn.Linear's
         self.W1 = nn.Parameter(torch.empty(k, n_offsets).uniform_(-reach1, reach1))
         self.b1 = nn.Parameter(torch.zeros(k, 1))
         self.W2 = nn.Parameter(torch.empty(k, n_offsets).uniform_(-reach2, reach2))
@@ -195,12 +198,15 @@ class ToeplitzTokenMLP(nn.Module):
         if not 1 <= n <= self.seq_len:
             raise ValueError(
                 f"got {n} tokens, ToeplitzTokenMLP takes 1 to seq_len = {self.seq_len}")
-        W1, W2 = (toeplitz_2d(w, *self.grid)[:, :n, :n] for w in (self.W1, self.W2))  # (k, n, n)
+        W1, W2 = self.matrix(self.W1, n), self.matrix(self.W2, n)  # (k, n, n)
+        u = F.gelu(F.linear(x, W1.flatten(0, 1), self.b1.expand(-1, n).flatten()))  # (..., kn)
+        return F.linear(u, W2.transpose(0, 1).flatten(1), self.b2.expand(n))  # (..., n)
+
+    def matrix(self, w, n):
+        """w (k, n_offsets), by rising offset -> (k, n, n), w[r, i - j] in row i and column j."""
         if self.causal:
-            W1, W2 = W1.tril(), W2.tril()
-        u = F.linear(x, W1.flatten(0, 1)).unflatten(-1, (-1, n))  # (..., k, n)
-        u = F.gelu(u + self.b1).flatten(-2)  # (..., kn)
-        return F.linear(u, W2.transpose(0, 1).flatten(1)) + self.b2  # (..., n)
+            w = F.pad(w, (self.n_ahead, 0))  # tokens ahead weigh nothing
+        return toeplitz_2d(w, *self.grid)[:, :n, :n]
 
 
 def toeplitz_2d(w, rows, columns):
@@ -213,6 +219,12 @@ def toeplitz_2d(w, rows, columns):
 
 class PaddedMixer(MLPMixer):
     """An MLPMixer for 1 <= n <= n_tokens: zeros stand for the missing tokens, on the right."""
+
+    def __init__(self, mlp):
+        super().__init__(mlp)
+        if self.n_tokens is None:
+            raise ValueError(f"{type(mlp).__name__} has no nn.Linear that tells how many tokens to "
+                             f"pad to; ToeplitzTokenMLP takes fewer by itself, in an MLPMixer")
 
     def mix(self, x):
         """x (B, n, d) -> (B, n, d)."""
@@ -244,16 +256,16 @@ class Encoder(nn.Module):
     """The trunk: positions, layers, LayerNorm. DropPath grows from 0 to drop_path over the depth.
 
     seq_len: n, or a grid (rows, columns) of n tokens. token_mixer: "mixer" or "attention"; toeplitz
-    makes the Mixer's T a ToeplitzTokenMLP. d_token: t, by default d/2; in a causal or Toeplitz
-    Mixer 2n, or the given t rounded up to a multiple of n. positions: None, "learned", or
-    "sinusoidal" (Vaswani et al. 2017, sections 3.4 and 3.5).
+    makes the Mixer's T a ToeplitzTokenMLP. d_token: t, by default d/2; a causal (2n by default) or
+    Toeplitz T (n) rounds it up to a multiple of n, and has no dropout within. positions: None,
+    "learned", or "sinusoidal" (Vaswani et al. 2017, sections 3.4 and 3.5).
     """
 
     def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", toeplitz=False,
                  d_token=None, n_heads=8, causal=False, positions=None, dropout=0.0,
                  drop_path=0.0):
         super().__init__()
-        n = seq_len if isinstance(seq_len, int) else seq_len[0] * seq_len[1]
+        n = seq_len[0] * seq_len[1] if isinstance(seq_len, (tuple, list)) else seq_len
         if token_mixer not in ("mixer", "attention"):
             raise ValueError(f'token_mixer = {token_mixer!r} is none of "mixer", "attention"')
         if positions not in (None, "learned", "sinusoidal"):
@@ -262,7 +274,7 @@ class Encoder(nn.Module):
         def new_token_mixer():
             if token_mixer == "attention":
                 return SelfAttention(d_model, n_heads, causal=causal, dropout=dropout)
-            hidden_per_token = (d_token + n - 1) // n if d_token else 2
+            hidden_per_token = (d_token + n - 1) // n if d_token else 1 if toeplitz else 2
             if toeplitz:
                 return MLPMixer(ToeplitzTokenMLP(seq_len, hidden_per_token, causal=causal))
             if causal:
@@ -370,7 +382,8 @@ def sample(logits, temperature, top_k, generator):
 class EncoderImageClassifier(nn.Module):
     """Images cut into patches, each a token (paper, section 2). Sizes are int or (height, width).
 
-    encoder_options: see Encoder. Attention needs positions, a Mixer knows them.
+    encoder_options: see Encoder. Attention needs positions; a Mixer knows places, or offsets if it
+    is Toeplitz.
     """
 
     def __init__(self, image_size, patch_size, n_classes, d_model, d_ff, n_layers, *, in_channels=3,

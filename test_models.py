@@ -820,6 +820,8 @@ def test_the_encoder_causality_test_can_fail(monkeypatch):
             )
             assert leaks(encoder_language_model(64, causal=True), 64, cuts) == cuts
     monkeypatch.setattr(torch.Tensor, "tril", lambda self: self)
+    pad = F.pad
+    monkeypatch.setattr(F, "pad", lambda w, size: pad(w, size, mode="circular"))
     for options in ENCODERS:
         assert leaks(encoder_language_model(64, causal=True, **options), 64, cuts) == cuts
 
@@ -864,15 +866,17 @@ def test_toeplitz_token_mlp_is_two_convolutions(causal, n):
     k, torch_conv = 3, {1: F.conv1d, 2: F.conv2d}
     for grid in ((6,), (2, 3), (3, 2)):
         seq_len = grid if len(grid) == 2 else grid[0]
-        mlp = randomise(mixer.ToeplitzTokenMLP(seq_len, k, causal=causal), scale=1.0).double()
-        size = [2 * side - 1 for side in grid]
-        assert mlp.W1.shape == mlp.W2.shape == (k, math.prod(size))
+        torch.manual_seed(0)
+        mlp = mixer.ToeplitzTokenMLP(seq_len, k, causal=causal)
+        for w, fan_in in ((mlp.W1, 6), (mlp.W2, 6 * k)):  # at the start, as nn.Linear's
+            assert 0.7 * fan_in**-0.5 < w.abs().max() <= fan_in**-0.5
+        mlp, size = randomise(mlp, scale=1.0).double(), [2 * side - 1 for side in grid]
+        ahead = math.prod(size) // 2 if causal else 0  # negative offsets, left out
+        assert mlp.W1.shape == mlp.W2.shape == (k, math.prod(size) - ahead)
         x = torch.randn(2, 6, dtype=torch.float64)
         x[:, n:] = 0
-        seen = torch.ones(math.prod(size), dtype=torch.float64)
-        seen[: len(seen) // 2] = 0 if causal else 1  # negative offsets
-        kernel1 = (mlp.W1 * seen).flip(1).view(k, 1, *size)
-        kernel2 = (mlp.W2 * seen).flip(1).view(1, k, *size)
+        kernel1 = F.pad(mlp.W1, (ahead, 0)).flip(1).view(k, 1, *size)
+        kernel2 = F.pad(mlp.W2, (ahead, 0)).flip(1).view(1, k, *size)
         conv, padding = torch_conv[len(grid)], [side - 1 for side in grid]
         h = conv(x.view(2, 1, *grid), kernel1, mlp.b1.flatten(), padding=padding).flatten(2)
         h = (F.gelu(h) * (torch.arange(6) < n)).view(2, k, *grid)
@@ -891,8 +895,7 @@ def test_toeplitz_token_mlp_in_a_mixer():
     token_mixer, x = mixer.MLPMixer(mlp), torch.zeros(3, 12, 5)
     x[:, 3:6] = torch.randn(3, 3, 5)
     zero, here, there = (token_mixer.mix(v) for v in (x * 0, x, x.roll(2, 1)))
-    inner = slice(4, 10)  # what a token at an end lacks reaches no further than 4
-    torch.testing.assert_close((there - zero)[:, inner], (here - zero).roll(2, 1)[:, inner])
+    torch.testing.assert_close((there - zero)[:, 2:], (here - zero)[:, :-2])
     assert (here - zero)[:, 3:6].abs().min() > 0
     for n in (0, 13):
         with pytest.raises(ValueError, match=f"{n} tokens.*seq_len = 12"):
@@ -900,8 +903,10 @@ def test_toeplitz_token_mlp_in_a_mixer():
     for sizes in ((0, 2), (12, 0), ((3, 0), 2)):
         with pytest.raises(ValueError, match="must be 1 or more"):
             mixer.ToeplitzTokenMLP(*sizes)
-    model = mixer.EncoderImageClassifier((32, 64), (4, 8), 5, 6, 12, 2, toeplitz=True, d_token=65)
-    assert model.trunk.blocks[1].token_mixer.mlp.W1.shape == (2, 15 * 15)
+    with pytest.raises(ValueError, match="ToeplitzTokenMLP has no nn.Linear"):
+        mixer.PaddedMixer(mlp)
+    model = mixer.EncoderImageClassifier((32, 64), (4, 8), 5, 6, 12, 2, toeplitz=True, d_token=129)
+    assert model.trunk.blocks[1].token_mixer.mlp.W1.shape == (3, 15 * 15)
     assert model(torch.randn(3, 3, 32, 64)).shape == (3, 5)
 
 
@@ -1022,6 +1027,11 @@ def test_encoder_options():
     ):
         model = encoder_language_model(7, **options)
         assert model.trunk.blocks[1].token_mixer.mlp.fc1.out_features == hidden
+    for options, hidden_per_token in ((dict(), 1), (dict(d_token=7), 1), (dict(d_token=8), 2)):
+        for causal in (True, False):
+            model = encoder_language_model(7, toeplitz=True, causal=causal, **options)
+            weights = model.trunk.blocks[1].token_mixer.mlp.W1
+            assert weights.shape == (hidden_per_token, 7 if causal else 13)
     with pytest.raises(ValueError, match="atention"):
         encoder_language_model(token_mixer="atention")
     with pytest.raises(ValueError, match="rotary"):
@@ -3694,6 +3704,9 @@ def test_readme_figures_are_measured():
     assert len(rows) > 5
     for command, cells in rows:
         result = made[command]
+        s, net = settings_and_model(command, result["dtype"])
+        assert sum(p.numel() for p in net.parameters()) == result["params"], command
+        assert s.max_iters == result["iters"], command
         for figure in (
             f"{result['params']:,}",
             f"{result['iters']:,} iterations",
@@ -3705,6 +3718,46 @@ def test_readme_figures_are_measured():
         assert accuracy is None or f"{accuracy:.1%}" in cells or f"{accuracy:.2%}" in cells, command
 
 
+def settings_and_model(command, dtype="float32"):
+    """What `python train_lm.py --flags` (or another script) trains, without its memory."""
+    _, script, *flags = shlex.split(command)
+    script = dict(train_lm=train_lm, train_mlm=train_mlm, train_vision=train_vision)[script[:-3]]
+    s, _ = script.parse_flags([*flags, "--device=cpu", f"--dtype={dtype}"])
+    with torch.device("meta"):
+        return s, script.build_model(s, {train_lm: 65, train_mlm: 66, train_vision: 10}[script])
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "lm laptop",
+        "lm small",
+        "lm gpu",
+        "mlm laptop",
+        "mlm gpu",
+        "vision laptop",
+        "vision long",
+        "vision gpu",
+    ],
+)
+def test_presets_compare_fairly(preset):
+    """Within a preset gMLP and Mixer have equal parameters (5 %), in laptop the others too (7 %);
+    both are Toeplitz by default, and --toeplitz=False frees their weights."""
+    script, preset = preset.split()
+    command, sizes = f"python train_{script}.py --preset={preset} --model=", {}
+    for model in ("gmlp", "mixer", "amlp", "vit" if script == "vision" else "transformer"):
+        _, net = settings_and_model(command + model)
+        sizes[model] = sum(p.numel() for p in net.parameters())
+    assert 0.95 < sizes["mixer"] / sizes["gmlp"] < 1.05
+    assert preset != "laptop" or max(sizes.values()) / min(sizes.values()) < 1.07, sizes
+    for toeplitz in (True, False):
+        _, net = settings_and_model(f"{command}mixer --toeplitz={toeplitz}")
+        for block in net.trunk.blocks:
+            assert isinstance(block.token_mixer.mlp, mixer.ToeplitzTokenMLP) == toeplitz
+        _, net = settings_and_model(f"{command}gmlp --toeplitz={toeplitz}")
+        assert all(block.sgu.toeplitz == toeplitz for block in net.trunk.blocks)
+
+
 def test_comparison_is_fair_and_measured():
     """The table of architectures in README.md follows from the runs in results/comparison.json: for
     each task and model the rate that is best with the first seed, with higher and lower ones tried,
@@ -3714,7 +3767,6 @@ def test_comparison_is_fair_and_measured():
     models = ["gMLP, Toeplitz W", "gMLP, free W", "aMLP", "Mixer", "Transformer"]
     tasks = dict(lm="letter by letter", mlm="letters masked", vision="CIFAR-10")
     assert f"| | {' | '.join(models)} |" in readme
-    scripts = dict(lm=train_lm, mlm=train_mlm, vision=train_vision)
     for task, title in tasks.items():
         cells, sizes, seconds = [], [], []
         for model in models:
@@ -3732,10 +3784,7 @@ def test_comparison_is_fair_and_measured():
                 results = [run["val_loss"] for run in chosen]
                 cells.append(f"{statistics.mean(results):.3f} ± {statistics.stdev(results):.3f}")
 
-            _, _, *flags = shlex.split(chosen[0]["command"])
-            s, _ = scripts[task].parse_flags([*flags, "--device=cpu"])
-            with torch.device("meta"):
-                net = scripts[task].build_model(s, dict(lm=65, mlm=66, vision=10)[task])
+            _, net = settings_and_model(chosen[0]["command"])
             assert sum(p.numel() for p in net.parameters()) == chosen[0]["params"]
             sizes.append(chosen[0]["params"] - zeroes_of(net))
         assert max(sizes) / min(sizes) < 1.05, (task, sizes)

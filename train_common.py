@@ -160,7 +160,8 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--n_layers", type=COUNT, help="blocks")
     add("--n_heads", type=COUNT, help="heads of the gate or of the attention, by model")
     add("--d_attn", type=COUNT, help="width of aMLP's tiny attention")
-    add("--d_token", type=COUNT, help="inner width of Mixer's token MLP")
+    add("--d_token", type=COUNT, help="inner width of Mixer's token MLP; a causal or "
+        "Toeplitz one rounds it up to a multiple of the tokens")
     add("--dropout", type=PROBABILITY, help="on what a block adds")
     add("--drop_path", type=PROBABILITY, help="chance to skip a block, rising from 0 to this")
     add("--optimizer", choices=("adamw", "muon"), help="muon: for the matrices of the blocks")
@@ -385,8 +386,9 @@ def learning_rate(step, s):
 
 def parameter_groups(model, weight_decay, muon=False):
     """The groups of an optimizer: the weights of Linear, Conv2d and Embedding and all W, W1, W2
-    decay; norms, biases and the gate's b do not (b has two dimensions, and decay would shut the
-    gate). With muon a third group: the Linear weights of the blocks, which it turns."""
+    decay; norms, biases and all b, b1, b2 do not (the gate's b has two dimensions, and decay
+    would shut the gate). With muon a third group: the Linear weights of the blocks, which it
+    turns."""
     turned, decaying, rest = [], [], []
     for path, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):

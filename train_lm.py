@@ -30,17 +30,19 @@ PRESETS = {
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False,
         prompt=None, max_new_tokens=500, temperature=0.8, top_k=None),
-    "laptop/mixer": dict(d_ffn=384, d_token=128),
+    "laptop/mixer": dict(d_ffn=384),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
     "laptop/amlp": dict(d_ffn=328),
     "laptop/float32": dict(max_iters=630, eval_interval=210),
     "small": dict(
         d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, learning_rate=4e-3,
         max_iters=6000, eval_interval=500),
+    "small/mixer": dict(d_ffn=576),
     "small/float32": dict(max_iters=2000),
     "gpu": dict(
         seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.2, batch_size=64,
         learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
+    "gpu/mixer": dict(d_ffn=1152),
     # nanoGPT's recipe for a CPU, published as 1.88: the yardstick
     "nanogpt": dict(
         model="transformer", seq_len=64, d_model=128, d_ffn=512, n_layers=4,
@@ -71,7 +73,7 @@ def parse_flags(argv):
 
 def build_model(s, vocab_size):
     sizes = vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers
-    auto = "learned" if s.model == "transformer" else None  # the others know places by themselves
+    auto = "learned" if s.model == "transformer" else None  # the others need none
     positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
     shared = dict(causal=True, positions=positions, dropout=s.dropout, drop_path=s.drop_path)
     if s.model in ("gmlp", "amlp"):

@@ -23,7 +23,7 @@ BLANK = "_"  # stands for [MASK] in what we print, and in --fill
 PRESETS = {
     "laptop": dict(
         model="mixer", toeplitz=True, positions="auto", mask_prob=0.15,
-        seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=128,
+        seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=None,
         dropout=0.0, drop_path=0.0,
         batch_size=16, grad_accum=1, max_iters=2300, eval_interval=460, log_interval=10,
         optimizer="muon", schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
@@ -36,12 +36,13 @@ PRESETS = {
     "gpu": dict(
         model="gmlp", seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.1,
         batch_size=64, learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
+    "gpu/mixer": dict(d_ffn=1152),
     # labml.ai's annotated MLP-Mixer experiment, 1,024 passes (Adam is AdamW without decay)
     "classic": dict(
-        toeplitz=False, positions="sinusoidal", seq_len=32, d_model=128, d_ffn=256, n_layers=6,
-        dropout=0.1, batch_size=64, max_iters=502_000, optimizer="adamw", schedule="noam",
-        learning_rate=1.0, warmup_iters=2000, beta2=0.999, weight_decay=0.0, eval_interval=2000,
-        log_interval=100),
+        toeplitz=False, positions="sinusoidal", seq_len=32, d_model=128, d_ffn=256, d_token=128,
+        n_layers=6, dropout=0.1, batch_size=64, max_iters=502_000, optimizer="adamw",
+        schedule="noam", learning_rate=1.0, warmup_iters=2000, beta2=0.999, weight_decay=0.0,
+        eval_interval=2000, log_interval=100),
 }
 
 
@@ -58,7 +59,7 @@ def parse_flags(argv):
 
 def build_model(s, vocab_size):
     sizes = vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers
-    auto = "learned" if s.model == "transformer" else None  # the others know places by themselves
+    auto = "learned" if s.model == "transformer" else None  # the others need none
     positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
     shared = dict(causal=False, positions=positions, dropout=s.dropout, drop_path=s.drop_path)
     if s.model in ("gmlp", "amlp"):

@@ -47,17 +47,19 @@ PRESETS = {
         beta2=0.99, weight_decay=0.1, l2=0.0, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False),
     "laptop/amlp": dict(d_ffn=328),
-    "laptop/mixer": dict(d_ffn=384, d_token=64, learning_rate=2e-3),
+    "laptop/mixer": dict(d_ffn=384, learning_rate=2e-3),
     "laptop/vit": dict(n_layers=2, learning_rate=2e-3),
     "laptop/float32": dict(max_iters=1800, eval_interval=600),
     "long": dict(
         d_model=160, d_ffn=640, n_layers=6, drop_path=0.1, label_smoothing=0.1, cutmix=0.5,
         max_iters=20_000, warmup_iters=500, learning_rate=3e-3),
+    "long/mixer": dict(d_ffn=480, learning_rate=2e-3),
     "long/vit": dict(learning_rate=2e-3),
     "gpu": dict(
         patch_size=(2, 2), d_model=256, d_ffn=1024, n_layers=12, n_heads=8, drop_path=0.2,
         erasing=0.25, mixup=0.2, cutmix=1.0, label_smoothing=0.1, batch_size=256,
         max_iters=40_000, warmup_iters=1000, learning_rate=2e-3),
+    "gpu/mixer": dict(d_ffn=768, learning_rate=1e-3),
     "gpu/vit": dict(learning_rate=1e-3),
     # The Paddle AI Studio article "gMLP & aMLP" (2022): gMLP-Ti, 100 passes over CIFAR-10
     "classic": dict(
@@ -125,7 +127,7 @@ def build_model(s, n_classes):
         model = GMLPImageClassifier(
             *sizes, toeplitz=s.toeplitz, n_heads=s.n_heads, d_attn=d_attn, **shared)
     else:
-        auto = "learned" if s.model == "vit" else None  # a Mixer knows places by itself
+        auto = "learned" if s.model == "vit" else None  # a Mixer needs none
         positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
         model = EncoderImageClassifier(
             *sizes, token_mixer="mixer" if s.model == "mixer" else "attention",
