@@ -3414,7 +3414,7 @@ def test_two_processes_equal_one(any_job):
     ours, theirs = weights(any_job.out / "ckpt.pt"), weights(any_job.out.parent / "two/ckpt.pt")
     assert ours.keys() == theirs.keys()
     for name in ours:  # that bias moves by rounding alone: LayerNorm takes out what it adds
-        if not name.endswith("mlp.fc2.bias"):
+        if not name.endswith(("mlp.fc2.bias", "mlp.b2")):
             assert torch.allclose(ours[name], theirs[name], atol=1e-4), name
 
 
