@@ -36,7 +36,7 @@ PRESETS = {
     "laptop/float32": dict(max_iters=630, eval_interval=210),
     "small": dict(
         seq_len=256, d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.2, batch_size=8,
-        learning_rate=6e-3, max_iters=6000, eval_interval=500),
+        learning_rate=6e-3, max_iters=5000, eval_interval=500),
     "small/mixer": dict(d_ffn=576),
     "small/float32": dict(max_iters=2000),
     "gpu": dict(
