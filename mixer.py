@@ -172,8 +172,8 @@ class ToeplitzTokenMLP(nn.Module):
         y[i]    = b2 + sum over r and j of W2[r, i - j] u[r, j]      output i
 
     seq_len is the largest n, or a grid (rows, columns) of which the n tokens are a prefix in raster
-    order, with one weight per offset of row and column. causal: only j <= i. That saves weights, k
-    per offset for k n^2, but no operations: t = k n.
+    order, with offsets of row and column. causal: the sums end at j = i. A free T of t = k n units
+    has k n^2 weights each way, this one k per offset; the operations are as many.
     """
 
     def __init__(self, seq_len, hidden_per_token=1, *, causal=False):
