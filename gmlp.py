@@ -5,15 +5,15 @@
     S      = Z1 * (W norm(Z2) + b)     W (n, n), b (n, 1), S (B, n, f/2)       where tokens meet
     Y      = X + S V                   V (f/2, d), Y (B, n, d)                 each token alone
 
-B batch, n tokens, d = d_model, f = d_ffn (the width before the split). norm is LayerNorm, * goes
-element by element, U and V have biases. W starts near 0 and b at 1, so that at first each token
-passes alone (S is about Z1); training finds out who should listen to whom. Causal models keep W's
-lower triangle. The gate costs n^2 * f/2 multiply-adds a layer: at f = 4d as many as attention's
-2 n^2 * d, but there is no n x n matrix for each sample.
+B batch, n tokens, d = d_model, f = d_ffn (the width before the split). Each norm is a LayerNorm of
+its own, * goes element by element, U and V have biases. W starts near 0 and b at 1, so that at
+first S is about Z1 and no token hears another; training finds out who should listen to whom. Causal
+models keep W's lower triangle. The gate costs n^2 * f/2 multiply-adds a layer: at f = 4d as many as
+attention's 2 n^2 * d, but there is no n x n matrix for each sample.
 
 Beyond the paper: `n_heads` gives each group of c = f/(2h) channels a W and b of its own, h in all;
 `toeplitz` lets W[i, j] depend on i - j alone and b on the head alone (the paper saw W become so on
-text, and constrained it so in some experiments); a cache for generation. Copy this file alone.
+text, and constrained it so in some experiments); a cache for generation. Imports torch alone.
 """
 import torch
 import torch.nn.functional as F
@@ -81,11 +81,12 @@ class SpatialGatingUnit(nn.Module):
         """z (B, n, f) -> (B, n, f/2).
 
         mask, boolean (n, n) or (B, n, n): row i may look at column j. gate_residual (B, n, f/2) is
-        added to the gate. cache, a dict, for causal gates: z follows the tokens it remembers.
+        added to the gate. cache, a dict, for causal gates: z follows the tokens it remembers, and
+        joins them. ValueError for a wrong n or mask.
         """
         check_mask(mask, z, cache)
         z1, z2 = z.chunk(2, dim=-1)  # (B, n, f/2) each
-        keep = self.seq_len - 1 if self.unbounded else None
+        keep = self.seq_len - 1 if self.unbounded else None  # no token looks back farther
         z2 = remember(cache, "z2", self.norm(z2), keep)  # (B, total, f/2), total = past + n
         total, past = z2.shape[1], z2.shape[1] - z1.shape[1]  # past: 0 without a cache
         W = self.matrix(total, past)  # (h, n, total)
@@ -101,7 +102,7 @@ class SpatialGatingUnit(nn.Module):
 
     def matrix(self, n=None, past=0):
         """W as applied to n tokens (default seq_len), without its first `past` rows: (h, n - past,
-        n)."""
+        n). ValueError for an n that the gate does not take."""
         n = self.seq_len if n is None else n
         if n < 1 or (n > self.seq_len and not self.unbounded):
             raise ValueError(f"got {n} tokens, the gate takes 1 to seq_len = {self.seq_len}")
@@ -113,9 +114,11 @@ class SpatialGatingUnit(nn.Module):
 
 
 def toeplitz_1d(w, n, seq_len, causal, past):
-    """w (h, seq_len) or (h, 2 seq_len - 1), by rising offset i - j -> (h, n - past, n).
+    """w (h, seq_len) or (h, 2 seq_len - 1), by rising offset i - j -> (h, n - past, n), where row i
+    runs from offset i down to i - n + 1.
 
-    By padding and unfold rather than an index, whose backward adds in no fixed order on threads.
+    By padding (a negative pad crops) and unfold rather than an index, whose backward adds in no
+    fixed order on threads.
     """
     w = F.pad(w, (n - 1 if causal else n - seq_len, n - seq_len))  # (h, 2n - 1): 1 - n to n - 1
     return w.unfold(-1, n, 1)[:, past:].flip(-1)  # (h, n - past, n)
@@ -130,7 +133,7 @@ def toeplitz_2d(w, rows, columns):
 
 
 def remember(cache, name, rows, keep):
-    """Put rows (B, n, c) behind the past ones (B, m, c) of the cache, and keep the last `keep` of
+    """Append rows (B, n, c) to the past ones (B, m, c) in the cache, which keeps the last `keep` of
     all (None: all of them). Returns (B, m + n, c); without a cache, rows."""
     if cache is None:
         return rows
@@ -211,7 +214,8 @@ class DropPath(nn.Module):
 
 
 class GMLP(nn.Module):
-    """The trunk: n_layers blocks, LayerNorm. DropPath grows from 0 to drop_path over the depth."""
+    """The trunk: n_layers blocks, LayerNorm. DropPath grows from 0 to drop_path over the depth; the
+    other block_options: see GMLPBlock."""
 
     def __init__(self, n_layers, d_model, d_ffn, seq_len, *, drop_path=0.0, **block_options):
         super().__init__()
@@ -240,9 +244,9 @@ class Cache:
 class GMLPLanguageModel(nn.Module):
     """Token ids to logits of the next token (causal) or of a masked one (causal=False).
 
-    positions: None (W tells places apart), "learned", or "sinusoidal" (Vaswani et al. 2017,
-    sections 3.4 and 3.5). Takes 1 to seq_len tokens; with toeplitz=True any number, unless
-    positions are learned.
+    positions: None (W knows places, or offsets if Toeplitz), "learned", or "sinusoidal" (Vaswani et
+    al. 2017, sections 3.4 and 3.5). Takes 1 to seq_len tokens; with toeplitz=True any number,
+    unless positions are learned. block_options: see GMLPBlock.
     """
 
     def __init__(self, vocab_size, seq_len, d_model, d_ffn, n_layers, *, causal=True,
@@ -255,7 +259,7 @@ class GMLPLanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocab_size, d_model)
         if positions == "learned":
             self.position_embedding = nn.Embedding(seq_len, d_model)
-            for table in (self.embedding, self.position_embedding):  # as in GPT-2
+            for table in (self.embedding, self.position_embedding):  # GPT-2's, for both alike
                 nn.init.normal_(table.weight, std=0.02)
         self.trunk = GMLP(
             n_layers, d_model, d_ffn, seq_len, causal=causal, toeplitz=toeplitz, **block_options)
@@ -359,7 +363,7 @@ def sample(logits, temperature, top_k, generator):
 
 class GMLPImageClassifier(nn.Module):
     """Images cut into patches, each patch a token (paper, section 3). Sizes are int or (height,
-    width)."""
+    width); block_options: see GMLPBlock."""
 
     def __init__(self, image_size, patch_size, n_classes, d_model, d_ffn, n_layers, *,
                  in_channels=3, **block_options):
@@ -374,7 +378,7 @@ class GMLPImageClassifier(nn.Module):
         self.head = nn.Linear(d_model, n_classes)
 
     def forward(self, images):
-        """images (B, in_channels, height, width) -> logits (B, n_classes)."""
+        """images (B, in_channels, height, width), or a ValueError -> logits (B, n_classes)."""
         if images.shape[1:] != self.image_shape:
             raise ValueError(f"got images of shape {tuple(images.shape[1:])}, "
                              f"the model takes {self.image_shape}")

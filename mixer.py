@@ -8,8 +8,8 @@ X, Y, Z (B, n, d). T fixes n, and lets every token see every other. Its cost, 2 
 multiply-adds a layer, is linear in n where attention is quadratic, while t does not grow with n
 (in CausalTokenMLP and ToeplitzTokenMLP it does).
 
-A Transformer's layer has attention in the place of T, and nothing else; both are called alike.
-Swapping one for the other is one argument:
+A Transformer's layer differs in one thing, attention in the place of T. Both are called alike, so
+that swapping them is one argument:
 
     EncoderLayer(d, MLPMixer(FeedForward(n, t)), FeedForward(d, f))     # MLP-Mixer
     EncoderLayer(d, SelfAttention(d, n_heads),   FeedForward(d, f))     # Transformer
@@ -17,7 +17,7 @@ Swapping one for the other is one argument:
 Beyond the paper: a T that never looks ahead (CausalTokenMLP), one that treats all places alike
 (ToeplitzTokenMLP), texts shorter than n (PaddedMixer), positions, dropout, and replace_attention
 for other people's models. Unlike the paper's code: exact GELU, and a head that does not start at
-zero. Copy this file alone: it imports nothing but torch.
+zero. Imports torch alone.
 """
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,7 @@ class SelfAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, query, key, value, mask=None):
-        """query (B, n, d) -> (B, n, d), any n. ValueError for another key or value.
+        """query (B, n, d) -> (B, n, d), any n. ValueError for another key or value, a wrong mask.
 
         mask, boolean (n, n) or (B, n, n): row i may look at column j. A row that may look at
         nothing gets zero attention: the bias of out is left.
@@ -256,9 +256,9 @@ class Encoder(nn.Module):
     """The trunk: positions, layers, LayerNorm. DropPath grows from 0 to drop_path over the depth.
 
     seq_len: n, or a grid (rows, columns) of n tokens. token_mixer: "mixer" or "attention"; toeplitz
-    makes the Mixer's T a ToeplitzTokenMLP. d_token: t, by default d/2; a causal (2n by default) or
-    Toeplitz T (n) rounds it up to a multiple of n, and has no dropout within. positions: None,
-    "learned", or "sinusoidal" (Vaswani et al. 2017, sections 3.4 and 3.5).
+    makes the Mixer's T a ToeplitzTokenMLP. d_token: t, by default d/2, in a Toeplitz T n, in any
+    other causal T 2n; those two round t up to a multiple of n, and have no dropout within.
+    positions: None, "learned", or "sinusoidal" (Vaswani et al. 2017, sections 3.4 and 3.5).
     """
 
     def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", toeplitz=False,
@@ -278,7 +278,7 @@ class Encoder(nn.Module):
             if toeplitz:
                 return MLPMixer(ToeplitzTokenMLP(seq_len, hidden_per_token, causal=causal))
             if causal:
-                return PaddedMixer(CausalTokenMLP(n, hidden_per_token))
+                return MLPMixer(CausalTokenMLP(n, hidden_per_token))
             return PaddedMixer(FeedForward(n, d_token or d_model // 2, dropout=dropout))
 
         self.positions = positions
@@ -312,7 +312,7 @@ def sinusoids(places, d_model):
 
 
 class EncoderLanguageModel(nn.Module):
-    """Token ids to logits of the next token (causal) or of a masked one (causal=False).
+    """Token ids to logits of a masked token, or (causal=True) of the next one.
 
     Takes 1 to seq_len tokens, with either token mixer. encoder_options: see Encoder.
     """
@@ -400,7 +400,7 @@ class EncoderImageClassifier(nn.Module):
         self.head = nn.Linear(d_model, n_classes)
 
     def forward(self, images):
-        """images (B, in_channels, height, width) -> logits (B, n_classes)."""
+        """images (B, in_channels, height, width), or a ValueError -> logits (B, n_classes)."""
         if images.shape[1:] != self.image_shape:
             raise ValueError(f"got images of shape {tuple(images.shape[1:])}, "
                              f"the model takes {self.image_shape}")

@@ -3038,13 +3038,45 @@ def test_pictures_of_sixteen_bits(tmp_path):
         train_vision.read_image(tmp_path / "ramp.tiff", (2, 256), 1)
 
 
+def test_sixteen_bits_are_turned_and_no_more(tmp_path):
+    """The orientation that a camera notes turns a picture of 16 bits too; 32 bits are refused."""
+    ramp = np.arange(0, 65536, 257, dtype=np.uint16)[None].repeat(2, axis=0)  # (2, 256)
+    exif = Image.Exif()
+    exif[274] = 6  # turn it by a quarter, clockwise
+    Image.fromarray(ramp).save(tmp_path / "turned.png", exif=exif)
+    image = train_vision.read_image(tmp_path / "turned.png", (256, 2), 1)
+    assert (image[0, :, 0] - torch.arange(256)).abs().max() <= 1
+    for value in (70_000, -1):
+        Image.fromarray(np.full((2, 2), value, np.int32)).save(tmp_path / "long.tiff")
+        with pytest.raises(ValueError, match="16 bits"):
+            train_vision.read_image(tmp_path / "long.tiff", (2, 2), 1)
+
+
+def test_transparent_pictures_are_on_white(tmp_path):
+    """A black sign on a transparent ground is seen, whatever way the file says transparent."""
+    sign = np.zeros((4, 8, 4), np.uint8)
+    sign[:, :4, 3] = 255  # the left half is opaque
+    colours = Image.fromarray(sign)
+    colours.save(tmp_path / "rgba.png")
+    colours.convert("LA").save(tmp_path / "la.png")
+    palette = Image.fromarray(sign[..., 3] // 255, "P")
+    palette.putpalette([0] * 6)
+    palette.save(tmp_path / "p.png", transparency=bytes([0, 255]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in ("rgba.png", "la.png", "p.png"):
+            for channels in (1, 3):
+                image = train_vision.read_image(tmp_path / name, (4, 8), channels)
+                assert (image[..., :3] == 0).all() and (image[..., 5:] == 255).all()
+
+
 def test_unreadable_pictures_are_tried_again(vision, tmp_path, monkeypatch, capsys):
     """A picture that could not be read, for whatever reason, is back as soon as it can be."""
     folder, read = make_pictures(tmp_path / "odd"), train_vision.read_image
 
     def refuse(path, *sizes):
         if path.name == "0.png":
-            raise PermissionError
+            raise PermissionError(13, "Permission denied")
         return read(path, *sizes)
 
     with monkeypatch.context() as patch:
@@ -3100,6 +3132,36 @@ def test_images_are_decoded_once(vision, tmp_path, monkeypatch, capsys):
         torch.load(file, weights_only=True)
         file.write_bytes(file.read_bytes()[:500])
     assert count() == 34 and count() == 0
+    (folder / "test/red/broken.png").write_bytes(b"not a picture")
+    assert count() == 11 and count() == 0
+
+
+def test_swapped_pictures_are_noticed(tmp_path):
+    """The cache sees files of one size and time change places, and folders, and a file written over
+    whose time is put back."""
+    for name, value in (("a", 50), ("b", 200)):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.new("L", (4, 4), value).save(tmp_path / "train" / name / "0.bmp")
+        os.utime(tmp_path / "train" / name / "0.bmp", (1, 1))
+    a, b = tmp_path / "train/a", tmp_path / "train/b"
+
+    def read():
+        images, names = train_vision.read_folder(tmp_path / "train", (4, 4), 1, tmp_path / "data")
+        return dict(zip(names, images[:, 0, 0, 0].tolist()))
+
+    def swap(x, y):
+        x.rename(tmp_path / "x")
+        y.rename(x)
+        (tmp_path / "x").rename(y)
+
+    assert read() == dict(a=50, b=200)
+    swap(a / "0.bmp", b / "0.bmp")
+    assert read() == dict(a=200, b=50)
+    swap(a, b)
+    assert read() == dict(a=50, b=200)
+    Image.new("L", (4, 4), 90).save(a / "0.bmp")
+    os.utime(a / "0.bmp", (1, 1))
+    assert read() == dict(a=90, b=200)
 
 
 def fake_cifar(folder, monkeypatch):
@@ -3172,6 +3234,34 @@ def test_cifar_placed_by_hand(vision, tmp_path, monkeypatch, refused):
         "i",
     ]
     assert result["classes"] == ["d", "i"] and sum(map(sum, result["confusion"])) == 2
+
+
+def test_wrong_archives_stay(vision, monkeypatch, tmp_path, capsys):
+    """An archive placed by hand may be half a copy: it is told, and not deleted. One whose unpacking
+    is interrupted is unpacked again, and a folder that lacks files says what to do."""
+    archive = fake_cifar(tmp_path, monkeypatch)
+    vision.cache.mkdir()
+    mine = vision.cache / archive.name
+    mine.write_bytes(archive.read_bytes()[:-20])
+    told = mine, "md5", train_vision.CIFAR10.tgz_md5, "delete it"
+    exits(lambda: vision(data=False), *told, status=1, capsys=capsys)
+    assert mine.read_bytes() == archive.read_bytes()[:-20]
+
+    def killed(tar, folder, filter):
+        Path(folder, "cifar-10-batches-py").mkdir()
+        raise KeyboardInterrupt
+
+    mine.write_bytes(archive.read_bytes())
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tarfile.TarFile, "extractall", killed)
+        vision(data=False)
+    assert [path.name for path in vision.cache.iterdir()] == [mine.name]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        exits(lambda: vision(data=False), "unpack", mine, "No space", status=1, capsys=capsys)
+    assert vision("--image_size=32", data=False)["data"] == "cifar10"
+    (vision.cache / "cifar-10-batches-py/test_batch").unlink()
+    exits(lambda: vision(data=False), "not whole", "delete it", status=1, capsys=capsys)
 
 
 def test_old_pickles_do_warn(tmp_path, monkeypatch):
@@ -3305,11 +3395,45 @@ def test_predict(vision, pictures, tmp_path, capsys):
     exits(
         lambda: train_vision.main([*at, files[0], "gone.png"]),
         "gone.png",
-        "no such file",
+        "No such file",
         capsys=capsys,
     )
     exits(lambda: train_vision.main([*at, files[0], str(broken)]), "broken.png", capsys=capsys)
     exits(lambda: train_vision.main([*at, str(tmp_path)]), tmp_path, capsys=capsys)
+
+
+def test_shapes_on_pictures_of_ones_own(vision, tmp_path, capsys):
+    """A checkpoint of the drawn shapes can be evaluated on a folder, but not trained further on it;
+    nor can the size that images are stored in change."""
+    vision("--dataset=shapes", "--max_iters=2", "--d_model=8", data=False)
+    folder = make_pictures(tmp_path / "drawn", ("disc", "ring"))
+    result = vision("--eval", f"--data={folder}", tiny=False, data=False)
+    assert 0 <= result["val_accuracy"] <= 1 and "5 images to test" in capsys.readouterr().out
+    more = "--resume", "--max_iters=3"
+    exits(
+        lambda: vision(*more, f"--data={folder}", tiny=False, data=False), "shapes", capsys=capsys
+    )
+    exits(
+        lambda: vision(*more, "--stored_size=9", tiny=False, data=False),
+        "--stored_size=None",
+        "(9, 9)",
+        capsys=capsys,
+    )
+
+
+@pytest.mark.parametrize("flag", ["--data=", "--data_dir=", "--out_dir="])
+@pytest.mark.parametrize("script", [train_lm, train_mlm, train_vision])
+def test_empty_places_are_told(script, flag, capsys):
+    """--data=$TYPO is not taken for no --data at all."""
+    exits(lambda: script.main([flag]), flag.strip("="), "empty", capsys=capsys)
+
+
+@pytest.mark.parametrize("side", [4, 28, 32, 64, 100])
+def test_pictures_are_large_enough_for_captions(side):
+    """Images of any size are shown 96 pixels wide or more, by a whole factor, and not twice as
+    wide as need be."""
+    width = train_vision.shown(torch.zeros(2, 1, side, side, dtype=torch.uint8)).shape[-1]
+    assert width % side == 0 and 96 <= width < max(96 + side, side + 1)
 
 
 def test_pictures_of_right_and_wrong(tmp_path):

@@ -177,7 +177,7 @@ def add_common_flags(parser, presets, models, out_dir):
 # What a checkpoint fixes for good; and what makes a run something else than a fresh training.
 ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn",
                 "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset",
-                "in_channels", "recipe")
+                "in_channels", "stored_size", "recipe")
 MODES = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
 CHECKPOINT = dict(
     script=str, config=dict, model=dict, optimizer=dict, scaler=dict, random=dict, step=int,
@@ -193,8 +193,11 @@ def read_settings(parser, presets, argv, script, kept):
     "laptop/float32").
     """
     given = vars(parser.parse_args(argv))
+    for place in ("data", "data_dir", "out_dir"):
+        if given.get(place) == "":
+            parser.error(f"--{place} is empty")
     for place in ("data", "data_dir"):
-        if given.get(place):
+        if place in given:
             given[place] = os.path.abspath(given[place])  # --resume may come from another folder
     if os.path.exists(given["out_dir"]) and not os.path.isdir(given["out_dir"]):
         fail(f"--out_dir={given['out_dir']} is no folder")
@@ -658,8 +661,8 @@ def resume_training(checkpoint, s, t):
              f"{s.max_iters} leaves nothing to do")
     for key, value in t.extra.items():
         if checkpoint[key] != value:
-            fail(f"the checkpoint's {key} is {checkpoint[key]!r}, that of the data {value!r}: "
-                 "resume with the data that the run began with")
+            fail(f"the checkpoint's {key} is {checkpoint[key]!r:.60}, that of the data "
+                 f"{value!r:.60}: resume with the data that the run began with")
     planned = checkpoint["config"]["max_iters"]
     if s.max_iters != planned and s.schedule in ("linear", "cosine"):
         print(f"--max_iters was {planned:,}: the {s.schedule} schedule changes with it")

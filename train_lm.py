@@ -19,7 +19,7 @@ from gmlp import GMLPLanguageModel
 from mixer import EncoderLanguageModel
 
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/mixer"
-# is what changes with that preset and model, "laptop/float32" with that dtype, on slower CPUs.
+# is what changes with that preset and model, "laptop/float32" with that dtype, on most CPUs.
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="auto",
@@ -89,7 +89,7 @@ def build_model(s, vocab_size):
 
 def initialise_as_nanogpt(model, n_layers):
     """GPT-2's weights at the start: normal with deviation 0.02, smaller where a residual branch
-    ends, and biases of 0. PyTorch's own, which every other preset has, learn faster here."""
+    ends, and biases of 0. PyTorch's own, which the other presets keep, learn faster here."""
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(p)
@@ -134,7 +134,7 @@ def main(argv=None):
     s, checkpoint = parse_flags(argv)
     if s.prompt == "":
         common.fail('--prompt is empty: give a character or more, for instance --prompt="ROMEO:"')
-    common.check_sizes(build_model, s, 2)
+    common.check_sizes(build_model, s, 2)  # before the data tells how many characters
 
     if s.sample:  # needs no data
         vocabulary = checkpoint["vocabulary"]

@@ -19,7 +19,7 @@ IGNORE = -100  # the target of a position that does not count, cross_entropy's d
 BLANK = "_"  # stands for [MASK] in what we print, and in --fill
 
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/amlp"
-# is what changes with that preset and model, "laptop/float32" with that dtype, on slower CPUs.
+# is what changes with that preset and model, "laptop/float32" with that dtype, on most CPUs.
 PRESETS = {
     "laptop": dict(
         model="mixer", toeplitz=True, positions="auto", mask_prob=0.15,

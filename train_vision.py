@@ -12,10 +12,12 @@ copy gmlp.py, mixer.py and train_common.py too.
 import argparse
 import hashlib
 import http.client
+import io
 import math
 import os
 import statistics
 import tarfile
+import tempfile
 import time
 import types
 import urllib.request
@@ -34,7 +36,7 @@ from gmlp import GMLPImageClassifier
 from mixer import EncoderImageClassifier
 
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/vit"
-# is what changes with that preset and model, "laptop/float32" with that dtype, on slower CPUs.
+# is what changes with that preset and model, "laptop/float32" with that dtype, on most CPUs.
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="auto", dataset="cifar10",
@@ -74,7 +76,7 @@ IMAGENET = [0.485 * 255, 0.456 * 255, 0.406 * 255], [0.229 * 255, 0.224 * 255, 0
 
 def pair(text):
     """An argparse type: 32 or 32,64 (height, width) -> (height, width)."""
-    sizes = [common.COUNT(part) for part in text.split(",")]
+    sizes = [common.number(int, 1, 10_000)(part) for part in text.split(",")]
     if len(sizes) > 2:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor height,width")
     return sizes[0], sizes[-1]
@@ -105,13 +107,13 @@ def parse_flags(argv):
 
 
 def check_settings(s):
-    if s.data and s.dataset == "shapes":
+    if s.data and s.dataset == "shapes" and not s.eval:
         common.fail(f"--data={s.data} and --dataset=shapes exclude each other")
     if s.model in ("gmlp", "amlp") and s.positions not in ("auto", "none"):
         common.fail(f"--positions={s.positions}: {s.model} knows the places by W, leave it out")
     if s.crop >= min(stored_size(s)):
         height, width = stored_size(s)
-        common.fail(f"--crop={s.crop} shifts an image of {height} x {width} out of sight")
+        common.fail(f"--crop={s.crop} shifts an image of {height} x {width} out of sight: lower it")
     common.check_sizes(build_model, s, 10)
 
 
@@ -179,53 +181,70 @@ def draw_shapes(n, size, seed):
     return torch.cat(images), [[*SHAPES][label] for label in labels.tolist()]
 
 
+def fetch_cifar(folder):
+    """Unpack CIFAR-10 in folder: from the archive there, or else from the network."""
+    archive = folder / CIFAR10.filename
+    ways = (f"save it as {archive} by hand, take images of your own with --data=DIR, or drawn ones "
+            "with --dataset=shapes")
+    there = os.path.exists(archive)
+    source = archive if there else CIFAR10.url
+    try:
+        if there:
+            content = archive.read_bytes()
+        else:
+            print(f"getting CIFAR-10 (170 MB) from {source}")
+            with urllib.request.urlopen(source, timeout=10) as response:
+                content = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        common.fail(f"no CIFAR-10: {source} is out of reach ({error}); {ways}", 1)
+    found = hashlib.md5(content).hexdigest()
+    if found != CIFAR10.tgz_md5:
+        common.fail(f"{source} has md5 {found}, not {CIFAR10.tgz_md5}: "
+                    + ("delete it, or " if there else "try again, or ") + ways, 1)
+    if not there:
+        common.write_file(archive, content)
+    try:
+        with (tarfile.open(fileobj=io.BytesIO(content)) as tar,
+              tempfile.TemporaryDirectory(dir=folder) as beside):
+            tar.extractall(beside, filter="data")
+            os.replace(Path(beside, CIFAR10.base_folder), folder / CIFAR10.base_folder)
+    except OSError as error:
+        common.fail(f"cannot unpack {archive} beside itself: {error.strerror}", 1)
+
+
 def read_cifar(s, train):
     """CIFAR-10's images (N, 3, 32, 32) and the names of their classes, fetched if need be."""
-    folder, archive = Path(s.data_dir), Path(s.data_dir) / CIFAR10.filename
+    folder = Path(s.data_dir)
     if not os.path.exists(folder / CIFAR10.base_folder):
-        ways = (f"save it as {archive} by hand, take images of your own with --data=DIR, or drawn "
-                "ones with --dataset=shapes")
-        if not os.path.exists(archive):
-            print(f"getting CIFAR-10 (170 MB) from {CIFAR10.url}")
-            try:
-                with urllib.request.urlopen(CIFAR10.url, timeout=10) as response:
-                    common.write_file(archive, response.read())
-            except (OSError, http.client.HTTPException) as error:
-                common.fail(f"no CIFAR-10: {CIFAR10.url} is out of reach ({error}); {ways}", 1)
-        try:
-            found = hashlib.md5(archive.read_bytes()).hexdigest()
-            if found != CIFAR10.tgz_md5:
-                archive.unlink()
-        except OSError as error:
-            common.fail(f"cannot read {archive}: {error.strerror}", 1)
-        if found != CIFAR10.tgz_md5:
-            common.fail(f"{archive} had md5 {found}, not {CIFAR10.tgz_md5}, and is deleted: run "
-                        f"again to fetch {CIFAR10.url}, or {ways}", 1)
+        fetch_cifar(folder)
     try:
-        if not os.path.exists(folder / CIFAR10.base_folder):
-            with tarfile.open(archive) as tar:
-                tar.extractall(folder, filter="data")
         with warnings.catch_warnings():  # an old NumPy pickled the files, newer ones warn of it
             warnings.filterwarnings("ignore", message=r"dtype\(\): align should be passed")
             cifar = CIFAR10(folder, train=train)
-    except (RuntimeError, OSError) as error:
-        common.fail(f"{folder / CIFAR10.base_folder} is not whole ({error}): delete it and run "
-                    "again", 1)
+    except (RuntimeError, OSError):
+        common.fail(f"{folder / CIFAR10.base_folder} is not whole: delete it and run again", 1)
     images = torch.from_numpy(cifar.data).permute(0, 3, 1, 2).contiguous()  # (N, 3, 32, 32)
     return images, [cifar.classes[label] for label in cifar.targets]
 
 
 def read_image(path, size, channels):
-    """The picture at path, squeezed to size: (C, h, w). Any error if it is broken, or so large that
-    PIL warns of it (90 million pixels)."""
+    """The picture at path, squeezed to size: (C, h, w), on white where it is transparent. Any error
+    if it is broken, or so large that PIL warns of it (90 million pixels)."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         with Image.open(path) as image:
             if image.mode == "F":
                 raise ValueError("its pixels are fractions, of a range that it does not tell")
+            image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I"):  # 16 bits, which convert() would cut off at 255
-                image = Image.fromarray((np.array(image) // 256).astype(np.uint8))
-            image = ImageOps.exif_transpose(image).convert("RGB" if channels == 3 else "L")
+                pixels = np.array(image)
+                if pixels.min() < 0 or pixels.max() > 65535:
+                    raise ValueError("its pixels have more than 16 bits")
+                image = Image.fromarray((pixels // 256).astype(np.uint8))
+            if image.has_transparency_data:
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image.convert("RGBA"))
+            image = image.convert("RGB" if channels == 3 else "L")
             image = image.resize(size[::-1], Image.Resampling.BILINEAR)
     return torch.from_numpy(np.array(image)).view(*size, channels).permute(2, 0, 1)
 
@@ -238,7 +257,8 @@ def read_folder(folder, size, channels, data_dir):
         kinds = [kind for kind in sorted(folder.iterdir()) if kind.is_dir() and kind.name[0] != "."]
         files = [file for kind in kinds for file in sorted(kind.iterdir())
                  if file.is_file() and file.name[0] != "."]
-        state = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        state = [(str(file), at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino)
+                 for file in files for at in [file.stat()]]
     except OSError as error:
         common.fail(f"cannot read {folder}: {error.strerror}; {wanted}")
     key = hashlib.sha256(repr((state, size, channels)).encode()).hexdigest()
@@ -249,8 +269,8 @@ def read_folder(folder, size, channels, data_dir):
     except Exception:  # none there, or broken, which can raise nearly anything
         current = False
     if not current:
-        kept = decode(files, size, channels)
-        if not kept["broken"]:  # those may be readable next time
+        kept, opened = decode(files, size, channels)
+        if opened:
             common.save_checkpoint(Path(data_dir) / name, key=key, **kept)
     images, names, broken = kept["images"], kept["names"], kept["broken"]
     if broken:
@@ -265,9 +285,10 @@ def read_folder(folder, size, channels, data_dir):
 
 
 def decode(files, size, channels):
-    """The readable files: images (N, C, h, w) and the names of their classes; and the others."""
+    """The readable files: images (N, C, h, w) and the names of their classes; and the others. Then
+    whether all could be opened: who may read a file can change, and the file does not show it."""
     images = torch.empty(len(files), channels, *size, dtype=torch.uint8)
-    names, broken, shown = [], [], time.perf_counter()
+    names, broken, opened, shown = [], [], True, time.perf_counter()
     for done, file in enumerate(files):
         if time.perf_counter() - shown > 5:
             print(f"decoding images: {done:,} of {len(files):,}", flush=True)
@@ -277,9 +298,12 @@ def decode(files, size, channels):
             names.append(file.parent.name)
         except MemoryError:
             raise
-        except Exception:  # a broken file can raise nearly anything
+        except Exception as error:  # a broken file can raise nearly anything
             broken.append(str(file))
-    return dict(images=images[:len(names)].clone(), names=names, broken=broken)
+            opened = opened and not getattr(error, "errno", None)  # the system's have a number
+    if broken:
+        images = images[:len(names)].clone()  # or the rest would be saved along
+    return dict(images=images, names=names, broken=broken), opened
 
 
 def load_split(s, split):
@@ -315,8 +339,11 @@ def load_data(s, checkpoint):
                     f"trained on, {', '.join(classes)}")
 
     def labelled(images, names):
-        labels = torch.tensor([classes.index(name) if name in classes else -1 for name in names])
-        return types.SimpleNamespace(images=images[labels >= 0], labels=labels[labels >= 0])
+        place = {name: i for i, name in enumerate(classes)}
+        labels = torch.tensor([place.get(name, -1) for name in names])
+        if labels.min() < 0:
+            images, labels = images[labels >= 0], labels[labels >= 0]
+        return types.SimpleNamespace(images=images, labels=labels)
     test, train = labelled(*test), train and labelled(*train)
     if checkpoint:
         mean, std = checkpoint["mean"], checkpoint["std"]
@@ -358,7 +385,7 @@ def crop(images, reach, generator):
     def places(length):  # (B, length): which row (or column) to show at each
         shift = torch.randint(-reach, reach + 1, (B, 1), generator=generator).to(images.device)
         place, last = torch.arange(length, device=images.device) + shift, length - 1
-        return last - (last - place.abs()).abs()
+        return last - (last - place.abs()).abs()  # -1 becomes 1, last + 1 becomes last - 1
     pixels = places(H)[:, :, None] * W + places(W)[:, None]  # (B, H, W)
     pixels = pixels.view(B, 1, H * W).expand(B, C, H * W)
     return images.flatten(2).gather(2, pixels).view(images.shape)
@@ -474,8 +501,8 @@ def spread(test, count):
 
 
 def shown(images, pixels=96):
-    """images (N, C, h, w), uint8 -> (N, 3, H, W), 0 to 1, enlarged to about that many pixels."""
-    images = F.interpolate(images / 255, scale_factor=max(1, pixels // images.shape[-1]))
+    """images (N, C, h, w), uint8 -> (N, 3, H, W), 0 to 1, enlarged to that many pixels or more."""
+    images = F.interpolate(images / 255, scale_factor=math.ceil(pixels / images.shape[-1]))
     return images.expand(-1, 3, -1, -1)
 
 
@@ -505,7 +532,7 @@ def draw_spatial(model, s, path):
     for block in model.trunk.blocks:
         W = block.sgu.matrix().unflatten(-1, (rows, columns))  # (h, n, rows, columns)
         matrices.append(torch.cat([W[:, i * columns + j] for i, j in tokens]))
-    marks = [token for token in tokens for _ in range(len(W))]
+    marks = [token for token in tokens for _ in range(s.n_heads)]
     common.draw_spatial(matrices, path, marks)
 
 
@@ -534,12 +561,10 @@ def read_pictures(s):
     """The files of --predict: (N, C, h, w)."""
     pictures = []
     for file in s.predict:
-        if not os.path.isfile(file):
-            common.fail(f"cannot read the picture {file}: there is no such file")
         try:
             pictures.append(read_image(file, stored_size(s), s.in_channels))
         except Exception as error:  # a broken file can raise nearly anything
-            common.fail(f"cannot read the picture {file}: {error}")
+            common.fail(f"cannot read the picture {file}: {getattr(error, 'strerror', 0) or error}")
     return torch.stack(pictures)
 
 
