@@ -3237,8 +3237,8 @@ def test_cifar_placed_by_hand(vision, tmp_path, monkeypatch, refused):
 
 
 def test_wrong_archives_stay(vision, monkeypatch, tmp_path, capsys):
-    """An archive placed by hand may be half a copy: it is told, and not deleted. One whose unpacking
-    is interrupted is unpacked again, and a folder that lacks files says what to do."""
+    """An archive placed by hand may be half a copy: it is told, and not deleted. One whose
+    unpacking is interrupted is unpacked again, and a folder that lacks files says what to do."""
     archive = fake_cifar(tmp_path, monkeypatch)
     vision.cache.mkdir()
     mine = vision.cache / archive.name
@@ -3917,6 +3917,56 @@ def test_comparison_is_fair_and_measured():
         assert max(sizes) / min(sizes) < 1.05, (task, sizes)
         assert max(seconds) / min(seconds) < 1.2, (task, seconds)
         assert re.search(rf"^\| {title}[^|]*\| {re.escape(' | '.join(cells))} \|$", readme, re.M)
+
+    one_head = []
+    for task, key, factor, digits in (
+        ("lm", "val_loss", 1, 3),
+        ("mlm", "val_loss", 1, 3),
+        ("vision", "val_accuracy", 100, 1),
+    ):
+        heads = {
+            name: [run for run in runs if (run["task"], run["model"]) == (task, name)]
+            for name in ("gMLP, Toeplitz W, one head", "gMLP, free W")
+        }
+        for name, mine in heads.items():
+            assert all(settings_and_model(run["command"])[0].n_heads == 1 for run in mine), name
+        results = [factor * run[key] for run in heads["gMLP, Toeplitz W, one head"]]
+        assert len(results) == 3
+        one_head.append(f"{statistics.mean(results):.{digits}f}")
+    assert f"the free W has: {', '.join(one_head)})" in " ".join(readme.split())
+
+
+def test_readme_speed_is_measured():
+    """The figures of README.md's Speed are those of results/bench_float32.json, one run of python
+    bench.py."""
+    readme = " ".join((HERE / "README.md").read_text(encoding="utf-8").split())
+    bench = json.loads((HERE / "results/bench_float32.json").read_text(encoding="utf-8"))
+    assert bench["command"] == "python bench.py" and bench["seconds"] < 600
+    ms = {row["model"]: f"{row['ms']:.0f}" for row in bench["step"]}
+    assert (
+        f"takes {ms['Transformer']} ms for the Transformer, {ms['Mixer']} for the Mixer, "
+        f"{ms['gMLP, free W']} for gMLP with a free W, {ms['gMLP, Toeplitz W']} for Toeplitz"
+    ) in readme
+    at = {row["model"]: row for row in bench["length"] if row["n"] == 196}
+    MiB = {name: f"{row['MiB']:.0f}" for name, row in at.items()}
+    more = {name: f"{row['ms'] / at['Transformer']['ms'] - 1:.0%}"[:-1] for name, row in at.items()}
+    assert (
+        f"a free W takes {MiB['gMLP, free W']} MiB against {MiB['Transformer']} (fused attention: "
+        f"{MiB['Transformer, fused']}) and {more['gMLP, free W']} % more time, Toeplitz "
+        f"{MiB['gMLP, Toeplitz W']} MiB and {more['gMLP, Toeplitz W']} % more"
+    ) in readme
+    times = {
+        row["window"]: row["times_faster"]
+        for row in bench["generate"]
+        if row["model"] == "gMLP, Toeplitz W" and row["texts"] == 1
+    }
+    assert f"{times[128]:.1f}, {times[512]:.1f} and {times[1024]:.0f} times as fast" in readme
+    ratio = {row["pair"]: f"{row['ratio']:.2f}" for row in bench["peers"]}
+    assert (
+        f"{ratio['Mixer, mlp-mixer-pytorch']} (mlp-mixer-pytorch), {ratio['Mixer, timm']}, "
+        f"{ratio['gMLP, timm']} (timm's Mixer, gMLP) and "
+        f"{ratio['causal gMLP, g-mlp-pytorch']} times ours (g-mlp-pytorch)"
+    ) in readme
 
 
 def zeroes_of(model):
