@@ -53,7 +53,7 @@ PRESETS = {
     "laptop/vit": dict(n_layers=2, learning_rate=2e-3),
     "laptop/float32": dict(max_iters=1800, eval_interval=600),
     "long": dict(
-        d_model=160, d_ffn=640, n_layers=6, drop_path=0.1, label_smoothing=0.1, cutmix=0.5,
+        d_model=160, d_ffn=640, n_layers=6, drop_path=0.1, label_smoothing=0.1, cutmix=0.2,
         max_iters=20_000, warmup_iters=500, learning_rate=3e-3),
     "long/mixer": dict(d_ffn=480, learning_rate=2e-3),
     "long/vit": dict(learning_rate=2e-3),
@@ -241,7 +241,7 @@ def read_image(path, size, channels):
                 if pixels.min() < 0 or pixels.max() > 65535:
                     raise ValueError("its pixels have more than 16 bits")
                 image = Image.fromarray((pixels // 256).astype(np.uint8))
-            if image.has_transparency_data:
+            if image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info:
                 white = Image.new("RGBA", image.size, "white")
                 image = Image.alpha_composite(white, image.convert("RGBA"))
             image = image.convert("RGB" if channels == 3 else "L")
