@@ -378,7 +378,8 @@ class GMLPImageClassifier(nn.Module):
         self.head = nn.Linear(d_model, n_classes)
 
     def forward(self, images):
-        """images (B, in_channels, height, width), or a ValueError -> logits (B, n_classes)."""
+        """images (B, in_channels, height, width) -> logits (B, n_classes). ValueError for another
+        shape."""
         if images.shape[1:] != self.image_shape:
             raise ValueError(f"got images of shape {tuple(images.shape[1:])}, "
                              f"the model takes {self.image_shape}")
