@@ -49,8 +49,9 @@ class MLPMixer(nn.Module):
     def __init__(self, mlp):
         super().__init__()
         self.mlp = mlp
-        first = next((m for m in mlp.modules() if isinstance(m, nn.Linear)), None)
-        self.n_tokens = None if first is None else first.in_features  # None: the mlp sees to it
+        layers = [m for m in mlp.modules() if isinstance(m, nn.Linear)]
+        sees_to_it = isinstance(mlp, CausalTokenMLP) or not layers
+        self.n_tokens = None if sees_to_it else layers[0].in_features
 
     def forward(self, query, key, value, mask=None):
         """query (B, n, d) -> (B, n, d). ValueError for another key or value, a mask, a wrong n."""
@@ -62,7 +63,7 @@ class MLPMixer(nn.Module):
     def mix(self, x):
         """x (B, n, d) -> (B, n, d)."""
         n = x.shape[-2]
-        if self.n_tokens not in (None, n) and not isinstance(self.mlp, CausalTokenMLP):
+        if self.n_tokens not in (None, n):
             raise ValueError(f"got n = {n} tokens, the Mixer takes exactly {self.n_tokens}")
         return self.mlp(x.mT).mT  # (B, d, n) inside
 
@@ -223,8 +224,8 @@ class PaddedMixer(MLPMixer):
     def __init__(self, mlp):
         super().__init__(mlp)
         if self.n_tokens is None:
-            raise ValueError(f"{type(mlp).__name__} has no nn.Linear that tells how many tokens to "
-                             f"pad to; ToeplitzTokenMLP takes fewer by itself, in an MLPMixer")
+            raise ValueError(f"{type(mlp).__name__} does not tell how many tokens to pad to; if it "
+                             "takes fewer by itself, use an MLPMixer")
 
     def mix(self, x):
         """x (B, n, d) -> (B, n, d)."""

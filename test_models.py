@@ -903,8 +903,9 @@ def test_toeplitz_token_mlp_in_a_mixer():
     for sizes in ((0, 2), (12, 0), ((3, 0), 2)):
         with pytest.raises(ValueError, match="must be 1 or more"):
             mixer.ToeplitzTokenMLP(*sizes)
-    with pytest.raises(ValueError, match="ToeplitzTokenMLP has no nn.Linear"):
-        mixer.PaddedMixer(mlp)
+    for own in (mlp, mixer.CausalTokenMLP(12)):
+        with pytest.raises(ValueError, match="TokenMLP does not tell.*use an MLPMixer"):
+            mixer.PaddedMixer(own)
     model = mixer.EncoderImageClassifier((32, 64), (4, 8), 5, 6, 12, 2, toeplitz=True, d_token=129)
     assert model.trunk.blocks[1].token_mixer.mlp.W1.shape == (3, 15 * 15)
     assert model(torch.randn(3, 3, 32, 64)).shape == (3, 5)
@@ -971,16 +972,16 @@ def test_mixer_refuses_masks_and_other_keys():
     mask = torch.ones(7, 7, dtype=torch.bool).tril()
     models = [encoder_language_model(7, causal=causal) for causal in (False, True)]
     calls = [lambda m=m: m(torch.randint(11, (2, 7)), mask) for m in models]
-    for kind in (mixer.MLPMixer, mixer.PaddedMixer):
-        for mlp in (mixer.FeedForward(7, 3), mixer.CausalTokenMLP(7)):
-            calls += [
-                lambda t=kind(mlp), bad=bad: t(h, **bad)
-                for bad in (
-                    dict(key=h.clone(), value=h),
-                    dict(key=h, value=h.clone()),
-                    dict(key=h, value=h, mask=mask),
-                )
-            ]
+    mlp, causal_mlp = mixer.FeedForward(7, 3), mixer.CausalTokenMLP(7)
+    for kind in (mixer.MLPMixer(mlp), mixer.MLPMixer(causal_mlp), mixer.PaddedMixer(mlp)):
+        calls += [
+            lambda t=kind, bad=bad: t(h, **bad)
+            for bad in (
+                dict(key=h.clone(), value=h),
+                dict(key=h, value=h.clone()),
+                dict(key=h, value=h, mask=mask),
+            )
+        ]
     for call in calls:
         with pytest.raises(ValueError, match="CausalTokenMLP"):
             call()
