@@ -48,7 +48,7 @@ def fail(message, status=2):
 def run(main):
     """main() as a command: Ctrl-C outside the training loop, or a reader of our output that goes
     away, ends it without a traceback."""
-    if sys.stdout:
+    if hasattr(sys.stdout, "reconfigure"):  # notebooks have another
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack letters that a model writes
     try:
         main()
@@ -57,7 +57,8 @@ def run(main):
     except (MemoryError, RuntimeError) as error:  # PyTorch has no type of its own for it on CPUs
         if RANK and "peer" in str(error):  # the first process has failed, and said why
             raise SystemExit(1) from None
-        told = any(words in str(error) for words in ("out of memory", "allocate memory"))
+        told = any(words in str(error) for words in
+                   ("out of memory", "allocate memory", "not enough memory"))
         if not told and not isinstance(error, MemoryError):
             raise
         fail(f"out of memory ({str(error).partition(chr(10))[0]}): lower --batch_size, raise "
@@ -302,9 +303,9 @@ def autocast(s):
 
 
 def compiled(model, s):
-    """What the training loop calls: the model, or a form of it that shares its weights, with
-    --compile a compiled one, and one that averages gradients over several processes. Validation
-    and writing, whose shapes change, stay with the model. Without a compiler one line says so."""
+    """What the training loop calls: the model, or a form of it that shares its weights: compiled
+    with --compile, and averaging the gradients of several processes. Validation and writing, whose
+    shapes change, stay with the model. Without a compiler one line says so."""
     if WORLD > 1:
         model = nn.parallel.DistributedDataParallel(model)
     if not s.compile:
@@ -390,16 +391,16 @@ def learning_rate(step, s):
 def parameter_groups(model, weight_decay, muon=False):
     """The groups of an optimizer: the weights of Linear, Conv2d and Embedding and all W, W1, W2
     decay; norms, biases and all b, b1, b2 do not (the gate's b has two dimensions, and decay
-    would shut the gate). With muon a third group: the Linear weights of the blocks, which it
-    turns."""
-    turned, decaying, rest = [], [], []
+    would shut the gate). With muon a third group: the Linear weights of the blocks, whose steps
+    it makes orthogonal."""
+    orthogonal, decaying, rest = [], [], []
     for path, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
             matrix = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
             in_block = isinstance(module, nn.Linear) and ".blocks." in path
-            kind = turned if muon and matrix and in_block else decaying
+            kind = orthogonal if muon and matrix and in_block else decaying
             (kind if matrix or name in ("W", "W1", "W2") else rest).append(p)
-    return [dict(params=turned, weight_decay=weight_decay, muon=True)] * muon + [
+    return [dict(params=orthogonal, weight_decay=weight_decay, muon=True)] * muon + [
         dict(params=decaying, weight_decay=weight_decay, muon=False),
         dict(params=rest, weight_decay=0.0, muon=False)]
 
@@ -416,7 +417,8 @@ class Muon(torch.optim.AdamW):
     def __init__(self, groups, dtype, **options):
         super().__init__(groups, **options)
         self.dtype = dtype
-        self._step_supports_amp_scaling = False  # GradScaler shall skip steps that are not finite
+        self._step_supports_amp_scaling = False  # or GradScaler would leave it to AdamW's kernel
+        # to skip a step that is not finite, and Muon's matrices would take it
 
     @torch.no_grad()
     def step(self):
@@ -432,7 +434,8 @@ class Muon(torch.optim.AdamW):
                         self.state[p].update(step=zero, momentum=torch.zeros_like(p))
                     momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
                     steps.append(p.grad.lerp(momentum, 0.95))  # Nesterov's look ahead
-                length = 0.2 * max(rows, columns) ** 0.5  # the root mean square becomes 0.2
+                # U V^T has a root mean square of max(rows, columns)^-0.5, AdamW's step about 0.2
+                length = 0.2 * max(rows, columns) ** 0.5
                 for p, step in zip(ps, self.orthogonal(torch.stack(steps)).to(ps[0].dtype)):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.sub_(step, alpha=group["lr"] * length)
@@ -476,7 +479,7 @@ def save_checkpoint(path, **state):
     """Plain types and tensors only, so that weights_only=True reads them back."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write_file(path, buffer.getvalue())
+    write_file(path, buffer.getbuffer())  # getvalue() would copy it
 
 
 def load_checkpoint(path):
@@ -491,6 +494,8 @@ def load_checkpoint(path):
         return dict(state)
     except PermissionError as error:
         fail(f"cannot read {path}: {error.strerror}")
+    except MemoryError:
+        raise
     except Exception as error:  # a broken file can raise nearly anything
         fail(f"{path} is no whole checkpoint ({type(error).__name__})")
 
@@ -509,10 +514,10 @@ def new_model(build_model, s, *sizes, checkpoint=None):
         model.load_state_dict(checkpoint["model"], assign=True)
         if not all(p.isfinite().all() for p in model.parameters()):
             raise ValueError("some are not finite")
-        return model.to(s.device, torch.float32)
     except (RuntimeError, TypeError, AttributeError, ValueError, KeyError) as error:
         why = " ".join(str(error).split())
         fail(f"the weights of the checkpoint in {s.out_dir} do not fit its settings: {why}")
+    return model.to(s.device, torch.float32)
 
 
 def check_sizes(build_model, s, *sizes):
@@ -566,13 +571,15 @@ def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
 def put_aside(s):
     """Remove what a run killed while it saved has left in the folder, and rename the rest unless it
     is resumed, so that a forgotten --resume costs nothing."""
-    names = [] if s.resume else ["log.csv", "best.pt", "ckpt.pt"]
-    old = [Path(s.out_dir, name) for name in names if os.path.exists(f"{s.out_dir}/{name}")]
+    names = ("log.csv", "best.pt", "ckpt.pt")
+    old = [Path(s.out_dir, name) for name in names
+           if not s.resume and os.path.exists(f"{s.out_dir}/{name}")]
     if RANK:
         return
     try:
-        for path in Path(s.out_dir).glob("*.part"):
-            path.unlink()
+        for name in names:
+            for path in Path(s.out_dir).glob(f"{name}.*.part"):
+                path.unlink()
         for path in old:
             os.replace(path, f"{path}.old")
     except OSError as error:
@@ -622,7 +629,7 @@ def log(model, s, t, score=None, **figures):
     with t.clock.paused():
         try:
             with open(os.devnull if RANK else Path(s.out_dir) / "log.csv", "a",
-                      encoding="utf-8") as file:
+                      encoding="utf-8", newline="") as file:
                 file.write(log_lines([row]))
         except OSError as error:
             fail(f"cannot write {s.out_dir}/log.csv: {error.strerror}; the last good checkpoint is "
@@ -653,7 +660,8 @@ def save_training(name, model, s, t):
 
 
 def resume_training(checkpoint, s, t):
-    """Everything but the weights, as save_training left it. The flags still set the optimizer."""
+    """Everything but the weights, as save_training left it; the optimizer's rate, decay and betas
+    follow the flags."""
     evaluated = [row["iter"] for row in checkpoint["log"] if "val_loss" in row]
     done = checkpoint["step"] in evaluated
     if checkpoint["step"] > s.max_iters or checkpoint["step"] == s.max_iters and not done:
@@ -844,8 +852,11 @@ def red_and_blue(x):
 
 
 def save_picture(tiles, path, columns):
-    """tiles (N, 3, height, width), 0 to 1, as a PNG, so many in a row."""
-    from torchvision.utils import save_image
+    """tiles (N, 3, height, width), 0 to 1, as a PNG, so many in a row, if torchvision is there."""
+    try:
+        from torchvision.utils import save_image
+    except ImportError:
+        return print(f"no {Path(path).name}: torchvision is not installed")
     buffer = io.BytesIO()
     save_image(tiles, buffer, nrow=columns, padding=8, pad_value=0.6, format="png")
     write_file(path, buffer.getvalue())
@@ -968,11 +979,11 @@ def encode(text, vocabulary, what):
 
 
 def windows_of(inputs, targets, seq_len):
-    """inputs, targets (length,) -> pairs (up to 64, seq_len) that hold all of it once, in
-    consecutive windows; the short last window is a pair of its own."""
-    cut = len(inputs) // seq_len * seq_len
+    """inputs, targets (length,) -> pairs (rows, seq_len), of up to 8,192 tokens or of one row, that
+    hold all of it once, in consecutive windows; the short last window is a pair of its own."""
+    cut, rows = len(inputs) // seq_len * seq_len, max(1, 8192 // seq_len)
     x, y = inputs[:cut].view(-1, seq_len), targets[:cut].view(-1, seq_len)  # (windows, seq_len)
-    yield from zip(x.split(64), y.split(64))
+    yield from zip(x.split(rows), y.split(rows))
     if cut < len(inputs):
         yield inputs[None, cut:], targets[None, cut:]
 

@@ -105,7 +105,7 @@ def evaluate(model, ids, s):
     was_training = model.training
     model.eval()
     total = 0.0
-    for x, y in common.windows_of(ids[:-1], ids[1:], s.seq_len):  # (up to 64, seq_len) each
+    for x, y in common.windows_of(ids[:-1], ids[1:], s.seq_len):  # (rows, seq_len) each
         with common.autocast(s):
             logits = model(x.to(s.device)).flatten(0, 1)  # (tokens, vocab_size)
         loss = F.cross_entropy(logits.float(), y.to(s.device).flatten(), reduction="sum")

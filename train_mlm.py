@@ -100,7 +100,7 @@ def evaluate(model, ids, n_chars, s):
     inputs, targets = mask_tokens(ids, n_chars, n_chars, mask_prob=s.mask_prob,
                                   generator=torch.Generator().manual_seed(0))
     total = correct = 0.0
-    for x, y in common.windows_of(inputs, targets, s.seq_len):  # (up to 64, seq_len) each
+    for x, y in common.windows_of(inputs, targets, s.seq_len):  # (rows, seq_len) each
         y = y.to(s.device)
         with common.autocast(s):
             logits = model(x.to(s.device))  # (B, n, vocab_size)
@@ -184,7 +184,7 @@ def main(argv=None):
             for x, y in zip(common.my_parts(inputs, s), common.my_parts(targets, s)):
                 with common.autocast(s):
                     logits = t.forward(x)  # (B / parts, seq_len, vocab_size)
-                part_loss = masked_loss(logits, y) / count * common.WORLD  # a mean over processes
+                part_loss = masked_loss(logits, y) / count * common.WORLD  # DDP divides by it
                 t.scaler.scale(part_loss).backward()
                 loss += part_loss.detach()
             common.update(model, loss, s, t)
