@@ -1746,6 +1746,17 @@ def test_evaluation_sees_every_character(lm, text_file):
     assert torch.cat(losses).mean().item() == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.parametrize("seq_len", [16, 128, 3000, 10_000])
+def test_evaluation_takes_few_tokens_at_a_time(seq_len):
+    """However long the window, evaluation asks the model about 8,192 tokens at most, or about one
+    window; the windows in turn are the whole split."""
+    ids = torch.arange(30_007)
+    parts = list(common.windows_of(ids[:-1], ids[1:], seq_len))
+    assert max(x.numel() for x, _ in parts) <= max(8192, seq_len)
+    for i, whole in enumerate((ids[:-1], ids[1:])):
+        assert torch.equal(torch.cat([part[i].flatten() for part in parts]), whole)
+
+
 def test_evaluation_changes_no_update(job):
     """Evaluating more often leaves the training bits alone, dropout and all."""
     for interval in (3, 20):
@@ -2148,6 +2159,15 @@ def test_a_new_run_keeps_an_old_one(lm, monkeypatch):
     assert (lm.out / "log.csv.old").read_text(encoding="utf-8").count("\n") == 6
 
 
+def test_half_saved_files_go(lm):
+    """What a run killed in a save has left is removed by the next run; another's file stays."""
+    lm.out.mkdir()
+    for name in ("ckpt.pt.123.part", "film.mkv.part"):
+        (lm.out / name).write_text("half", encoding="utf-8")
+    lm("--max_iters=1")
+    assert [path.name for path in lm.out.glob("*.part")] == ["film.mkv.part"]
+
+
 def test_bad_out_dir(any_job, tmp_path, capsys):
     """An --out_dir that is a file is refused before anything is loaded."""
     (tmp_path / "file").write_text("", encoding="utf-8")
@@ -2168,6 +2188,14 @@ def test_matplotlib_is_optional(lm, monkeypatch, capsys):
     lm()
     assert "matplotlib is not installed" in capsys.readouterr().out
     assert not (lm.out / "curve.png").exists() and (lm.out / "spatial.png").exists()
+
+
+def test_torchvision_is_optional_for_text(lm, monkeypatch, capsys):
+    """Without torchvision a run on text ends as well, and one line says what is missing."""
+    monkeypatch.setitem(sys.modules, "torchvision.utils", None)
+    lm()
+    assert "no spatial.png: torchvision is not installed" in capsys.readouterr().out
+    assert (lm.out / "result.json").exists() and not (lm.out / "spatial.png").exists()
 
 
 def test_models_of_the_language_script(lm):
@@ -2617,6 +2645,23 @@ def test_evaluation_sees_every_image(vision, pictures, channels):
     alone.mkdir()
     (alone / "test").symlink_to(pictures / "test")
     assert vision("--eval", f"--data={alone}", tiny=False) == result
+
+
+def test_prediction_takes_few_tokens_at_a_time(vision):
+    """However many patches an image has, the model is asked about 16,000 tokens at most."""
+    s, _ = train_vision.parse_flags(vision.flags_of("--image_size=64", "--patch_size=1"))
+    view, sizes = common.types.SimpleNamespace(mean=[1, 2, 3], std=[4, 5, 6]), []
+
+    class Means(nn.Module):
+        def forward(self, x):
+            sizes.append(len(x))
+            return x.mean(dim=(2, 3))  # (B, 3)
+
+    images = torch.randint(256, (8, 3, 64, 64), dtype=torch.uint8)
+    logits = train_vision.predict(Means(), images, view, s)
+    assert sizes == [3, 3, 2]  # of 4,096 tokens each
+    expected = (images.float().mean(dim=(2, 3)) - torch.tensor([1, 2, 3])) / torch.tensor([4, 5, 6])
+    torch.testing.assert_close(logits, expected)
 
 
 def test_vision_evaluation_is_in_eval_mode(vision, monkeypatch):
@@ -3778,6 +3823,31 @@ def test_out_of_memory_is_one_sentence(capsys):
     exits(lambda: common.run(too_much), "memory", "--batch_size", status=1, capsys=capsys)
     with pytest.raises(RuntimeError, match="illegal memory access"):  # another matter
         common.run(lambda: (_ for _ in ()).throw(RuntimeError("illegal memory access")))
+
+
+def test_out_of_memory_is_not_a_broken_checkpoint(lm, monkeypatch, capsys):
+    """Where a whole checkpoint does not fit into memory, or onto the device, memory is named."""
+    lm()
+
+    def full(*_, **__):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def fuller(*_, **__):
+        raise MemoryError
+
+    for place, error in ((train_lm.GMLPLanguageModel, full), (torch, fuller)):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, "load" if place is torch else "to", error)
+            run = lambda: common.run(lambda: lm("--sample", tiny=False))
+            exits(run, "out of memory", "--batch_size", status=1, capsys=capsys)
+
+
+def test_output_that_is_no_file(monkeypatch):
+    """Notebooks and IDLE print to an object that cannot be reconfigured; without a console there is
+    none."""
+    for output in (io.StringIO(), None):
+        monkeypatch.setattr(sys, "stdout", output)
+        common.run(lambda: None)
 
 
 # ------------------------------------------------------------------------------------ README.md
