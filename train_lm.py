@@ -31,7 +31,7 @@ PRESETS = {
         data=None, seed=1, dtype="auto", compile=False,
         prompt=None, max_new_tokens=500, temperature=0.8, top_k=None),
     "laptop/mixer": dict(d_ffn=384),
-    "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
+    "laptop/transformer": dict(n_layers=2, n_heads=4),
     "laptop/amlp": dict(d_ffn=328),
     "laptop/float32": dict(max_iters=630, eval_interval=210),
     "small": dict(
