@@ -57,7 +57,7 @@ PRESETS = {
         max_iters=20_000, warmup_iters=500, learning_rate=3e-3),
     "long/mixer": dict(d_ffn=480, learning_rate=2e-3),
     "long/vit": dict(learning_rate=2e-3),
-    "long/float32": dict(max_iters=14_000),
+    "long/float32": dict(max_iters=13_300),
     "gpu": dict(
         patch_size=(2, 2), d_model=256, d_ffn=1024, n_layers=12, n_heads=8, drop_path=0.2,
         erasing=0.25, mixup=0.2, cutmix=1.0, label_smoothing=0.1, batch_size=256,
