@@ -4088,6 +4088,13 @@ def test_operations_are_those_of_the_formula():
     assert bench.flops_of(step) == 3 * 2 * a_token * 3 * n
 
 
+def test_memory_that_is_not_told(monkeypatch):
+    """Where the system does not tell what memory a process took at most, there is no figure."""
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "Name: python")
+    s = common.types.SimpleNamespace(device="cpu", threads=torch.get_num_threads())
+    assert bench.memory_here("Transformer", 1, 64, s) is None
+
+
 def test_memory_is_measured():
     """A longer window takes attention more memory, at as many characters."""
     if not Path("/proc/self/status").exists():
