@@ -50,8 +50,8 @@ class MLPMixer(nn.Module):
         super().__init__()
         self.mlp = mlp
         layers = [m for m in mlp.modules() if isinstance(m, nn.Linear)]
-        sees_to_it = isinstance(mlp, CausalTokenMLP) or not layers
-        self.n_tokens = None if sees_to_it else layers[0].in_features
+        checks_itself = isinstance(mlp, CausalTokenMLP) or not layers
+        self.n_tokens = None if checks_itself else layers[0].in_features
 
     def forward(self, query, key, value, mask=None):
         """query (B, n, d) -> (B, n, d). ValueError for another key or value, a mask, a wrong n."""
