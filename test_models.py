@@ -370,20 +370,17 @@ def test_generate_with_and_without_cache(options, positions):
         assert torch.equal(cached[:, :n], prompt)
 
 
-def test_free_window_slides_by_half():
-    """Free W: the next token comes from the last seq_len of the prompt; a full window is halved."""
-    model = language_model(seq_len=8)
-    ids = torch.randint(11, (1, 20))
-    text = model.generate(ids, 6, temperature=0)
-    windows = [
-        text[:, 12:20],
-        text[:, 17:21],
-        text[:, 17:22],
-        text[:, 17:23],
-        text[:, 17:24],
-        text[:, 17:25],
-    ]
-    assert text[0, 20:].tolist() == [model(w)[0, -1].argmax().item() for w in windows]
+def test_the_cache_saves_work():
+    """With the cache each token passes through the model once, without it again for every later
+    one."""
+    model, fed = language_model(toeplitz=True), []
+    model.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[1]))
+    prompt = torch.randint(11, (2, 5))
+    model.generate(prompt, 4)
+    assert fed == [5, 1, 1, 1]
+    fed.clear()
+    model.generate(prompt, 4, use_cache=False)
+    assert fed == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("d_attn", [None, 8])
@@ -437,9 +434,13 @@ def test_samples_follow_the_softmax():
 
 
 def test_generate_is_in_eval_mode_and_gives_the_mode_back():
-    """Case 40: dropout sleeps while the model writes, and the mode is what it was."""
-    model = language_model(dropout=0.5, drop_path=0.5)
+    """Case 40: dropout sleeps while the model writes, and the mode is what it was. In training
+    each kind of it is awake."""
     prompt = torch.randint(11, (2, 3))
+    for options in (dict(dropout=0.5), dict(drop_path=0.5)):
+        model = language_model(**options).train()
+        assert not torch.equal(model(prompt), model(prompt)), options
+    model = language_model(dropout=0.5, drop_path=0.5)
     calm = model.generate(prompt, 9, temperature=0)
     assert not model.training
     model.train()
@@ -694,7 +695,8 @@ def test_mixer_mixes_tokens_and_leaves_channels_apart():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_self_attention_is_softmax_attention(causal, n):
-    """SelfAttention is softmax(q k^T / sqrt(d/h)) v per head, to 1e-5; so is what CUDA gets."""
+    """SelfAttention is softmax(q k^T / sqrt(d/h)) v per head, to 1e-5; so is bench.py's fused
+    one."""
     torch.manual_seed(0)
     attention = randomise(mixer.SelfAttention(6, 3, causal=causal))
     x = torch.randn(2, n, 6)
@@ -706,9 +708,8 @@ def test_self_attention_is_softmax_attention(causal, n):
         heads.append(weights / weights.sum(dim=-1, keepdim=True) @ v[..., h])
     expected = attention.out(torch.cat(heads, dim=-1))
     torch.testing.assert_close(attention(x, x, x), expected, rtol=0, atol=1e-5)
-    q, k, v = (t.unflatten(-1, (3, 2)).transpose(1, 2) for t in (q, k, v))
-    fused = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attention.out(fused), expected, rtol=0, atol=1e-5)
+    attention.__class__ = bench.FusedAttention
+    torch.testing.assert_close(attention(x, x, x), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -1134,12 +1135,16 @@ def test_encoder_generate_at_its_borders():
 
 
 def test_encoder_generate_is_in_eval_mode_and_gives_the_mode_back():
-    """Case 40: dropout sleeps while the model writes, and the mode is what it was."""
+    """Case 40: dropout sleeps while the model writes, and the mode is what it was. In training
+    each kind of it is awake."""
+    prompt = torch.randint(11, (2, 3))
     for token_mixer in ("mixer", "attention"):
+        for options in (dict(dropout=0.5), dict(drop_path=0.5)):
+            model = encoder_language_model(token_mixer=token_mixer, **options).train()
+            assert not torch.equal(model(prompt), model(prompt)), options
         model = encoder_language_model(
             causal=True, dropout=0.5, drop_path=0.5, token_mixer=token_mixer
         )
-        prompt = torch.randint(11, (2, 3))
         calm = model.generate(prompt, 9, temperature=0)
         assert not model.training
         model.train()
@@ -1295,13 +1300,20 @@ def test_encoder_drop_path_and_fresh_layers():
             assert not torch.equal(p, model.trunk.blocks[1].get_parameter(name)), name
 
 
-def test_encoder_drop_path_drops_whole_samples():
-    """Case 13: at drop_path 1 a layer is the identity in training, and is not in evaluation."""
-    layer = mixer.EncoderLayer(
-        10, mixer.MLPMixer(mixer.FeedForward(7, 3)), mixer.FeedForward(10, 12), drop_path=1.0
-    )
+@pytest.mark.parametrize("options", [dict(drop_path=1.0), dict(dropout=1.0)])
+def test_layers_drop_all_that_they_add(options):
+    """Case 13: at drop_path or dropout 1 a layer is the identity in training, and is not in
+    evaluation. A perceptron drops its hidden units."""
+    perceptrons = mixer.FeedForward(7, 3), mixer.FeedForward(10, 12)
     x = torch.randn(3, 7, 10)
-    assert torch.equal(layer(x), x) and not torch.equal(layer.eval()(x), x)
+    for layer in (
+        mixer.EncoderLayer(10, mixer.MLPMixer(perceptrons[0]), perceptrons[1], **options),
+        GMLPBlock(10, 12, 7, **options),
+    ):
+        assert torch.equal(layer(x), x) and not torch.equal(layer.eval()(x), x)
+    mlp = mixer.FeedForward(10, 12, dropout=1.0)
+    assert torch.equal(mlp(x), mlp.fc2.bias.expand_as(x))
+    assert not torch.equal(mlp.eval()(x), mlp.fc2.bias.expand_as(x))
 
 
 @pytest.mark.parametrize("name", ["DropPath", "sinusoids", "sample", "toeplitz_2d"])
@@ -1434,7 +1446,7 @@ def test_muon_equals_torch():
         for optimizer in (ours, *reference):
             optimizer.step()
     for p, copy in zip(matrices, copies):
-        assert ((p - copy).norm() / copy.norm()).item() < 5e-3
+        assert ((p - copy).norm() / copy.norm()).item() < 1e-3
     assert torch.equal(vector, copies[-1])
 
 
@@ -1732,6 +1744,7 @@ def test_evaluation_sees_every_character(lm, text_file):
     """--eval gives the mean over the whole validation split, the short last window included: as a
     sum by hand."""
     loss = lm()["val_loss"]
+    assert loss < math.log(len(set(TEXT))) - 0.3  # it learns what comes next
     assert lm("--eval", tiny=False)["val_loss"] == pytest.approx(loss, abs=1e-6)
     checkpoint = common.load_checkpoint(lm.out / "best.pt")
     s = common.types.SimpleNamespace(**checkpoint["config"])
@@ -1746,6 +1759,27 @@ def test_evaluation_sees_every_character(lm, text_file):
     assert torch.cat(losses).mean().item() == pytest.approx(loss, abs=1e-5)
 
 
+def test_training_never_sees_the_validation_split(job, tmp_path, monkeypatch):
+    """Of a text whose last tenth is one character that occurs nowhere else, training reads what
+    lacks it, but for the random letters of masking, and evaluation reads nothing else."""
+    (tmp_path / "split.txt").write_text("abcdefgh\n" * 100 + "z" * 100, encoding="utf-8")
+    shares, build = {True: [], False: []}, job.script.build_model
+
+    def watched_build(*args):
+        model = build(*args)
+        share = lambda m, ids: shares[m.training].append((ids[0] == 9).float().mean().item())
+        model.register_forward_pre_hook(share)  # z is the last of ten characters
+        return model
+
+    monkeypatch.setattr(job.script, "build_model", watched_build)
+    answer = "write" if job.script is train_lm else "show_guesses"
+    monkeypatch.setattr(job.script, answer, lambda *_: "")
+    job(f"--data={tmp_path / 'split.txt'}")
+    noise = 0 if job.script is train_lm else 0.05
+    assert len(shares[True]) == 20 and statistics.mean(shares[True]) <= noise
+    assert shares[False] and min(shares[False]) > (0.5 if noise else 0.99)
+
+
 @pytest.mark.parametrize("seq_len", [16, 128, 3000, 10_000])
 def test_evaluation_takes_few_tokens_at_a_time(seq_len):
     """However long the window, evaluation asks the model about 8,192 tokens at most, or about one
@@ -1757,46 +1791,91 @@ def test_evaluation_takes_few_tokens_at_a_time(seq_len):
         assert torch.equal(torch.cat([part[i].flatten() for part in parts]), whole)
 
 
-def test_evaluation_changes_no_update(job):
-    """Evaluating more often leaves the training bits alone, dropout and all."""
+def test_evaluation_changes_no_update(any_job):
+    """Evaluating more often leaves the training bits alone, dropout and augmentation and all."""
+    more = EVERYTHING if any_job.script is train_vision else ["--dropout=0.2", "--drop_path=0.2"]
     for interval in (3, 20):
-        job(
-            "--dropout=0.2",
-            "--drop_path=0.2",
-            f"--eval_interval={interval}",
-            out=f"every{interval}",
-        )
-    assert equal(*(weights(job.out.parent / f"every{i}/ckpt.pt") for i in (3, 20)))
+        any_job(*more, f"--eval_interval={interval}", out=f"every{interval}")
+    assert equal(*(weights(any_job.out.parent / f"every{i}/ckpt.pt") for i in (3, 20)))
 
 
-def test_evaluation_is_in_eval_mode(job, monkeypatch):
-    """Case 40: dropout and DropPath sleep during every evaluation and are awake in every update."""
-    modes = {"forward": [], "evaluate": []}
-    script, where = job.script, ["forward"]
-    evaluate, build = script.evaluate, script.build_model
-
-    def watched_evaluate(*args):
-        where[0] = "evaluate"
-        loss = evaluate(*args)
-        where[0] = "forward"
-        return loss
+def test_evaluation_is_in_eval_mode(any_job, pictures, monkeypatch):
+    """Case 40: dropout and DropPath are awake in every update, at the rates asked for, and sleep
+    whenever the model is evaluated or answers."""
+    modes, rates, where, script = {"update": [], "answer": []}, {}, ["update"], any_job.script
+    build = script.build_model
 
     def watched_build(*args):
         model = build(*args)
         for module in model.modules():
             module.register_forward_pre_hook(lambda m, _: modes[where[0]].append(m.training))
+            if hasattr(module, "p"):
+                rates.setdefault(type(module).__name__, set()).add(module.p)
         return model
 
-    monkeypatch.setattr(script, "evaluate", watched_evaluate)
+    def answering(answer):
+        def watched(*args):
+            where[0] = "answer"
+            answered = answer(*args)
+            where[0] = "update"
+            return answered
+
+        return watched
+
+    names = {train_lm: ("evaluate", "write"), train_mlm: ("evaluate", "show_guesses", "guess")}
+    for name in names.get(script, ("predict",)):
+        monkeypatch.setattr(script, name, answering(getattr(script, name)))
     monkeypatch.setattr(script, "build_model", watched_build)
-    monkeypatch.setattr(script, "write" if script is train_lm else "show_guesses", lambda *_: "")
-    job("--dropout=0.2", "--drop_path=0.2")
-    assert (
-        modes["forward"]
-        and all(modes["forward"])
-        and modes["evaluate"]
-        and not any(modes["evaluate"])
+    any_job("--model=gmlp", "--dropout=0.2", "--drop_path=0.3")
+    assert modes["update"] and all(modes["update"])
+    assert modes["answer"] and not any(modes["answer"])
+    assert rates["Dropout"] == {0.2} and max(rates["DropPath"]) == 0.3
+    modes["answer"].clear()
+    answers = {train_lm: ["--sample"], train_mlm: ["--fill=What s_y"]}
+    flags = answers.get(script, ["--predict", str(min(pictures.glob("test/*/*")))])
+    script.main([f"--out_dir={any_job.out}", *flags])
+    assert modes["answer"] and not any(modes["answer"])
+
+
+def test_dropout_reaches_every_model(any_job):
+    """--dropout and --drop_path reach the layers of each architecture, token perceptrons too."""
+    for model in ("amlp", "mixer", "vit" if any_job.script is train_vision else "transformer"):
+        flags = [f"--model={model}", "--dropout=0.2", "--drop_path=0.3", "--toeplitz=False"]
+        s, _ = any_job.script.parse_flags(any_job.flags_of(*flags))
+        net = any_job.script.build_model(s, 10)
+        dropouts = [m.p for m in net.modules() if isinstance(m, nn.Dropout)]
+        assert dropouts and set(dropouts) == {0.2}, model
+        assert [block.drop_path.p for block in net.trunk.blocks] == [0, 0.3]
+
+
+def test_the_log_has_means(lm):
+    """A line of the log holds the mean loss since the last line."""
+    lm("--log_interval=1", out="each")
+    lm(out="few")
+    each, few = (
+        {int(row["iter"]): float(row["train_loss"]) for row in read_log(lm.out.parent / out)}
+        for out in ("each", "few")
     )
+    assert list(few) == [1, 5, 10, 15, 20]
+    for before, at in zip([1, 5, 10, 15], [5, 10, 15, 20]):
+        mean = statistics.mean(each[step] for step in range(before + 1, at + 1))
+        assert few[at] == pytest.approx(mean, abs=1e-6)
+
+
+def test_the_clock_counts_training_alone(monkeypatch):
+    """Seconds of a pause are counted apart, and a stopped clock stands still."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = common.Clock("cpu")
+    clock.start()
+    now[0] += 5
+    with clock.paused():
+        now[0] += 70
+        assert clock.seconds == 5
+    now[0] += 3
+    clock.stop()
+    now[0] += 900
+    assert (clock.seconds, clock.paused_seconds) == (8, 70)
 
 
 def test_gradient_accumulation_has_the_right_mean(job):
@@ -1827,6 +1906,10 @@ def test_signals(any_job, monkeypatch, number, status, capsys):
     """Case 35: Ctrl-C and SIGTERM finish the step, save, and exit with 130 and 143; the handlers
     are given back."""
     before = signal.getsignal(number)
+    interrupt = common.Interrupt()
+    with interrupt:
+        os.kill(os.getpid(), number)
+        assert interrupt.noted == number and signal.getsignal(number) == before  # a second one acts
     interrupt_at(monkeypatch, 7, number)
     with pytest.raises(SystemExit) as stop:
         any_job()
@@ -1963,6 +2046,80 @@ def test_bad_flags(job, flags, words, monkeypatch, capsys):
     assert not job.out.exists()
 
 
+def test_every_flag_of_training_counts(any_job, monkeypatch):
+    """Each flag that says how to train changes the weights."""
+    monkeypatch.setattr(common, "draw_curve", lambda *_: None)
+    trained = {}
+    for flag in (
+        "--seed=1",
+        "--seed=2",
+        "--optimizer=adamw",
+        "--schedule=constant",
+        "--learning_rate=0.001",
+        "--min_lr=0.001",
+        "--warmup_iters=3",
+        "--beta2=0.9",
+        "--weight_decay=0.5",
+        "--grad_clip=0.01",
+        "--batch_size=2",
+        "--dropout=0.1",
+        "--drop_path=0.1",
+    ):
+        any_job("--max_iters=4", flag, out=flag)
+        checkpoint = common.load_checkpoint(any_job.out.parent / flag / "ckpt.pt")
+        trained[flag] = torch.cat([p.flatten() for p in checkpoint["model"].values()])
+        for other, theirs in trained.items():
+            same = len(theirs) == len(trained[flag]) and torch.equal(theirs, trained[flag])
+            assert same == (other == flag), (other, flag)
+
+
+def test_the_seed_fixes_weights_and_batches(any_job, monkeypatch):
+    """Another seed draws other weights, and other batches."""
+    seen, update = [], common.update
+
+    def watched(model, loss, s, t):
+        seen.append((t.generator.initial_seed(), torch.initial_seed(), loss.item()))
+        update(model, loss, s, t)
+
+    monkeypatch.setattr(common, "update", watched)
+    for seed in (1, 1, 2):
+        any_job("--max_iters=1", f"--seed={seed}")
+    assert [seeds for *seeds, _ in seen] == [[1, 1], [1, 1], [2, 2]]
+    assert seen[0] == seen[1] and seen[1][2] != seen[2][2]
+
+
+def test_weights_of_the_nanogpt_preset():
+    """--preset=nanogpt draws the Transformer's weights as GPT-2 does; other presets, and models, as
+    PyTorch does."""
+    for flags, drawn in (
+        (["--preset=nanogpt"], True),
+        (["--preset=nanogpt", "--model=gmlp"], False),
+        (["--model=transformer"], False),
+    ):
+        s, _ = train_lm.parse_flags([*flags, "--device=cpu"])
+        net = dict(train_lm.build_model(s, 65).named_parameters())
+        biases = [p for name, p in net.items() if name.endswith(("fc1.bias", "proj_in.bias"))]
+        assert all((p == 0).all() == drawn for p in biases)
+        if drawn:
+            std = lambda name: net[f"trunk.blocks.3.{name}.weight"].std().item()
+            assert std("token_mixer.qkv") == pytest.approx(0.02, rel=0.05)
+            assert std("feed_forward.fc1") == pytest.approx(0.02, rel=0.05)
+            assert std("token_mixer.out") == pytest.approx(0.02 / 8**0.5, rel=0.05)
+            assert std("feed_forward.fc2") == pytest.approx(0.02 / 8**0.5, rel=0.05)
+
+
+def test_help(capsys):
+    """--help of each script tells every flag, and ends well."""
+    for script in (train_lm, train_mlm, train_vision):
+        with pytest.raises(SystemExit) as stop:
+            script.main(["--help"])
+        said = capsys.readouterr().out
+        assert stop.value.code == 0 and "--learning_rate" in said and "--preset" in said
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["--help"])
+    assert stop.value.code == 0 and "--quick" in capsys.readouterr().out
+
+
 def test_booleans(text_file):
     """Case 33: --flag, --flag=True and --flag=False."""
     for flags, value in (
@@ -2004,22 +2161,6 @@ def test_default_preset(monkeypatch):
     assert train_lm.build_model(s, 65).trunk.positions == "learned"
 
 
-def test_bad_texts(lm, tmp_path, capsys):
-    """Case 29: a text that is missing, empty, not UTF-8 or shorter than a window is told with its
-    lengths."""
-
-    def data(content):
-        (tmp_path / "bad.txt").write_bytes(content)
-        return f"--data={tmp_path / 'bad.txt'}"
-
-    exits(lambda: lm("--data=gone.txt"), "gone.txt", capsys=capsys)
-    exits(lambda: lm(f"--data={tmp_path}"), tmp_path, capsys=capsys)
-    exits(lambda: lm(data(b"")), "bad.txt", "train", "0", 17, capsys=capsys)
-    exits(lambda: lm(data(b"abc\xff")), "bad.txt", "UTF-8", "0xff", capsys=capsys)
-    exits(lambda: lm(data(b"x" * 100), "--seq_len=256"), "bad.txt", 90, 257, capsys=capsys)
-    exits(lambda: lm(data(b"x" * 100)), "validation", 10, 17, capsys=capsys)
-
-
 def with_a_flipped_weight(path):
     """The bytes of the checkpoint at path with eight bits turned in the middle of a tensor, which
     the pickle in it does not show."""
@@ -2059,11 +2200,6 @@ def test_bad_checkpoints(lm, tmp_path, capsys):
     )
     exits(lambda: lm("--resume", "--seed=2", tiny=False), "--seed=1", capsys=capsys)
     assert (lm.out / "ckpt.pt").read_bytes() == good
-    flipped = with_a_flipped_weight(lm.out / "ckpt.pt")
-    for broken in (good[:1000], b"", b"not a checkpoint", good[:-100], flipped):
-        (lm.out / "ckpt.pt").write_bytes(broken)
-        exits(lambda: lm("--resume", tiny=False), "ckpt.pt", "no whole checkpoint", capsys=capsys)
-    (lm.out / "ckpt.pt").write_bytes(good)
     state = common.load_checkpoint(lm.out / "ckpt.pt")
     for key in ("script", "step", "optimizer", "vocabulary"):
         common.save_checkpoint(lm.out / "ckpt.pt", **{k: v for k, v in state.items() if k != key})
@@ -2136,6 +2272,32 @@ def test_a_loss_that_is_not_finite_is_never_saved(any_job, monkeypatch, capsys):
     monkeypatch.setattr(any_job.script, "evaluate", good)
 
 
+def test_the_best_checkpoint_stays(any_job, monkeypatch):
+    """best.pt and the best figures are those of the best evaluation, also after worse ones, a
+    resume, and Ctrl-C; the last figures those of the last."""
+    figures, evaluate = {}, any_job.script.evaluate
+
+    def pretended(*args):
+        real = evaluate(*args)
+        loss = next(figures["losses"])
+        return (loss, 1 / loss) if isinstance(real, tuple) else loss
+
+    monkeypatch.setattr(any_job.script, "evaluate", pretended)
+    step = lambda name: common.load_checkpoint(any_job.out / name)["step"]
+    figures["losses"] = iter([2.0, 1.0, 3.0])
+    result = any_job("--max_iters=30")
+    assert (result["best_val_loss"], result["val_loss"]) == (1.0, 3.0)
+    assert (step("best.pt"), step("ckpt.pt")) == (20, 30)
+    figures["losses"] = iter([1.5])
+    result = any_job("--resume", "--max_iters=40", tiny=False)
+    assert (result["best_val_loss"], result["val_loss"]) == (1.0, 1.5)
+    assert (step("best.pt"), step("ckpt.pt")) == (20, 40)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        interrupt_at(patch, 43)
+        any_job("--resume", "--max_iters=50", tiny=False)
+    assert (step("best.pt"), step("ckpt.pt")) == (20, 43)
+
+
 def test_nothing_left_to_do(any_job, monkeypatch, capsys):
     """A run stopped at iteration 7 cannot be resumed with --max_iters=7: there would be nothing to
     report."""
@@ -2181,6 +2343,23 @@ def test_a_prompt_is_not_needed(lm, tmp_path):
     assert set(lm(f"--data={tmp_path / 'flat.txt'}", "--max_iters=2")["sample"]) <= set("abc")
 
 
+def test_the_picture_of_the_gates(tmp_path):
+    """A column a layer, a row a head; in a square row i, column j is W[i, j], red if it adds, blue
+    if it subtracts."""
+    layers = [torch.zeros(3, 4, 4), torch.zeros(3, 4, 4)]
+    layers[1][1, 0, 3], layers[1][1, 3, 1] = 0.4, -0.1
+    common.draw_spatial(layers, tmp_path / "spatial.png")
+    picture = np.array(Image.open(tmp_path / "spatial.png"))
+    side = 256 + 8  # pixels of a square and the gap before it
+    assert picture.shape == (3 * side + 8, 2 * side + 8, 3)
+    entry = lambda layer, head, i, j: tuple(
+        picture[head * side + 8 + 64 * i + 32, layer * side + 8 + 64 * j + 32].tolist()
+    )
+    coloured = {(1, 1, 0, 3): (255, 0, 0), (1, 1, 3, 1): (128, 128, 255)}
+    for place in np.ndindex(2, 3, 4, 4):
+        assert entry(*place) == coloured.get(place, (255, 255, 255)), place
+
+
 def test_matplotlib_is_optional(lm, monkeypatch, capsys):
     """Without matplotlib a run ends as well, and one line says what is missing."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -2215,13 +2394,24 @@ def test_models_of_the_language_script(lm):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_float16_and_bfloat16_train(any_job, optimizer):
-    """Each dtype trains on the CPU, float16 with its scaler, to nearly the same loss."""
-    losses = [
-        any_job(f"--dtype={dtype}", f"--optimizer={optimizer}", out=dtype)["val_loss"]
-        for dtype in ("float32", "bfloat16", "float16")
-    ]
-    assert max(losses) - min(losses) < 0.05
+def test_float16_and_bfloat16_train(any_job, optimizer, monkeypatch):
+    """Each dtype trains on the CPU, float16 with its scaler, to nearly the same loss; the model
+    computes in it, training or not."""
+    losses, build = [], any_job.script.build_model
+    for dtype in ("float32", "bfloat16", "float16"):
+        seen = set()
+
+        def watched_build(*args):
+            model = build(*args)
+            model.register_forward_hook(lambda m, _, logits: seen.add((m.training, logits.dtype)))
+            return model
+
+        monkeypatch.setattr(any_job.script, "build_model", watched_build)
+        result = any_job(f"--dtype={dtype}", f"--optimizer={optimizer}", out=dtype)
+        losses.append(result["val_loss"])
+        assert seen == {(training, getattr(torch, dtype)) for training in (True, False)}
+    tolerance = 0.02 if any_job.script is train_vision else 0.005  # float16 skips its first steps
+    assert max(losses) - min(losses) < tolerance
 
 
 STRICT = [sys.executable, "-X", "warn_default_encoding", "-W", "error"]
@@ -2286,8 +2476,8 @@ def test_compiled_checkpoints_have_plain_names(any_job, monkeypatch):
 
 def test_masking_proportions():
     """Cases 19 and 20: of a million positions 15 % are chosen; of those 80 % are shown as [MASK],
-    10 % as a random character (never [MASK]), 10 % as they are, all within .002; the rest is
-    untouched."""
+    10 % as a random character (never [MASK]), 10 % as they are, all within .002, id 0 like any
+    other; the rest is untouched."""
     ids = torch.randint(50, (1000, 1000), generator=torch.Generator().manual_seed(0))
     before = ids.clone()
     inputs, targets = train_mlm.mask_tokens(ids, 50, 50, generator=torch.Generator().manual_seed(1))
@@ -2313,16 +2503,6 @@ def test_random_characters_are_characters():
     counts = inputs.bincount(minlength=10)
     assert counts[9] == pytest.approx(800_000, abs=2000)
     assert all(count == pytest.approx(100_000 / 9, rel=0.05) for count in counts[1:9].tolist())
-
-
-def test_id_zero_is_a_character():
-    """Case 21: in a text of id 0 alone the chosen positions count like any others."""
-    ids = torch.zeros(4, 100, dtype=torch.long)
-    _, targets = train_mlm.mask_tokens(ids, 5, 5, generator=torch.Generator().manual_seed(0))
-    assert 30 < (targets == 0).sum() < 90
-    logits = torch.zeros(4, 100, 6)
-    loss = train_mlm.masked_loss(logits, targets) / (targets != train_mlm.IGNORE).sum()
-    assert loss.item() == pytest.approx(math.log(6), abs=1e-5)
 
 
 def test_a_batch_with_nothing_masked(mlm):
@@ -2414,17 +2594,6 @@ def test_guesses_are_marked(mlm, capsys):
             assert mark == (" " if m != "_" else "+" if g == t else "-") and (
                 m == "_" or m == g == t
             )
-
-
-def test_scripts_know_their_checkpoints(mlm, capsys):
-    """A checkpoint of one script is refused by the other, with both names."""
-    mlm("--max_iters=2")
-    exits(
-        lambda: train_lm.main(["--sample", f"--out_dir={mlm.out}"]),
-        "train_mlm.py",
-        "train_lm.py",
-        capsys=capsys,
-    )
 
 
 class Linear(SpatialGatingUnit):
@@ -2664,35 +2833,6 @@ def test_prediction_takes_few_tokens_at_a_time(vision):
     torch.testing.assert_close(logits, expected)
 
 
-def test_vision_evaluation_is_in_eval_mode(vision, monkeypatch):
-    """Case 40: dropout and DropPath sleep whenever the model is asked about test images, and are
-    awake in every update."""
-    modes, where = {"forward": [], "predict": []}, ["forward"]
-    predict, build = train_vision.predict, train_vision.build_model
-
-    def watched_predict(*args):
-        where[0] = "predict"
-        logits = predict(*args)
-        where[0] = "forward"
-        return logits
-
-    def watched_build(*args):
-        model = build(*args)
-        for module in model.modules():
-            module.register_forward_pre_hook(lambda m, _: modes[where[0]].append(m.training))
-        return model
-
-    monkeypatch.setattr(train_vision, "predict", watched_predict)
-    monkeypatch.setattr(train_vision, "build_model", watched_build)
-    vision("--dropout=0.2", "--drop_path=0.2")
-    assert (
-        modes["forward"]
-        and all(modes["forward"])
-        and modes["predict"]
-        and not any(modes["predict"])
-    )
-
-
 EVERYTHING = [
     "--erasing=0.5",
     "--mixup=0.4",
@@ -2701,13 +2841,6 @@ EVERYTHING = [
     "--dropout=0.1",
     "--drop_path=0.1",
 ]
-
-
-def test_vision_evaluation_changes_no_update(vision):
-    """Evaluating more often leaves the training bits alone, with every augmentation."""
-    for interval in (3, 20):
-        vision(*EVERYTHING, f"--eval_interval={interval}", out=f"every{interval}")
-    assert equal(*(weights(vision.out.parent / f"every{i}/ckpt.pt") for i in (3, 20)))
 
 
 def test_vision_gradient_accumulation_has_the_right_mean(vision):
@@ -3381,6 +3514,10 @@ def test_shapes():
     assert sorted(names) == sorted([*train_vision.SHAPES] * 6) and len(set(names)) == 10
     assert torch.equal(images, train_vision.draw_shapes(60, (24, 32), 5)[0])
     assert not torch.equal(images, train_vision.draw_shapes(60, (24, 32), 6)[0])
+    s = vision_settings(dataset="shapes")
+    train, test = (train_vision.load_split(s, split)[0] for split in ("train", "test"))
+    seen = {image.numpy().tobytes() for image in train}
+    assert len(seen) == 4000 and not seen & {image.numpy().tobytes() for image in test}
     grid = torch.linspace(-1.2, 1.2, 40)
     masks = [shape(grid[None, :], grid[:, None]) for shape in train_vision.SHAPES.values()]
     for i, a in enumerate(masks):
@@ -3516,11 +3653,12 @@ def test_where_the_model_looks(tmp_path):
 # ------------------------------------------------------------- what all three scripts survive
 
 
-def until(true, seconds=60):
+def until(true, seconds=120):
     """Wait until true() is; fail if that takes too long."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.0005)
 
 
 def test_kill_at_any_moment(any_job):
@@ -3537,11 +3675,13 @@ def test_kill_at_any_moment(any_job):
         process = subprocess.Popen(
             [*script, *any_job.flags_of(*flags, *more)], stdout=subprocess.DEVNULL
         )
-        until(lambda: written() != before)  # it trains
-        time.sleep(random.uniform(0, 0.3))
-        if kill % 2 == 0:
-            until(lambda: any(any_job.out.glob(f"*.{process.pid}.part")))
-        process.kill()
+        try:
+            until(lambda: written() != before)  # it trains
+            time.sleep(random.uniform(0, 0.3))
+            if kill % 2 == 0:
+                until(lambda: any(any_job.out.glob(f"*.{process.pid}.part")))
+        finally:
+            process.kill()
         assert process.wait() == -signal.SIGKILL
         steps.append(common.load_checkpoint(checkpoint)["step"])
     assert steps == sorted(set(steps))
@@ -3555,15 +3695,21 @@ def test_kill_at_any_moment(any_job):
 
 
 def torchrun(job, *flags, script=None):
-    """Two processes that run the job's script, or another."""
+    """Two processes run the job's script, or another: their status, and what they said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    return subprocess.Popen(
+    launcher = subprocess.Popen(
         [*command, script or job.script.__file__, *job.flags_of(*flags)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         env=os.environ | dict(PYTHONPATH=str(HERE)),
     )
+    try:
+        said = launcher.communicate(timeout=180)[0]
+    except subprocess.TimeoutExpired:
+        launcher.terminate()  # it ends the two
+        raise
+    return launcher.returncode, said
 
 
 def test_two_processes_equal_one(any_job):
@@ -3572,9 +3718,8 @@ def test_two_processes_equal_one(any_job):
     more = ["--cutmix=1", "--l2=0.001"] if any_job.script is train_vision else []
     flags = [*more, "--learning_rate=0.01", "--log_interval=1", "--grad_accum=2"]
     any_job(*flags)
-    two = torchrun(any_job, *flags, "--out_dir=" + str(any_job.out.parent / "two"))
-    said = two.communicate()[0]
-    assert two.returncode == 0, said
+    status, said = torchrun(any_job, *flags, "--out_dir=" + str(any_job.out.parent / "two"))
+    assert status == 0, said
     assert said.count("iteration 20 ") == said.count("parameters in") == 1
     losses = [
         [float(row["train_loss"]) for row in read_log(out)]
@@ -3605,12 +3750,12 @@ def test_processes_stop_together(lm, tmp_path):
     """SIGTERM to one process ends both after that step, saved, and --resume goes on. A batch that
     two cannot share evenly is refused."""
     (tmp_path / "signalled.py").write_text(SIGNALLED, encoding="utf-8")
-    both = torchrun(lm, "--max_iters=2000", script=tmp_path / "signalled.py")
-    assert "stopped after iteration 7; --resume goes on" in both.communicate(timeout=60)[0]
+    _, said = torchrun(lm, "--max_iters=2000", script=tmp_path / "signalled.py")
+    assert "stopped after iteration 7; --resume goes on" in said
     assert common.load_checkpoint(lm.out / "ckpt.pt")["step"] == 7
     assert lm("--resume", "--max_iters=12", tiny=False)["iters"] == 12
-    odd = torchrun(lm, "--batch_size=3")
-    assert "--batch_size=3 is no multiple of --grad_accum=1 times 2" in odd.communicate()[0]
+    _, said = torchrun(lm, "--batch_size=3")
+    assert "--batch_size=3 is no multiple of --grad_accum=1 times 2" in said
 
 
 def test_disk_full(any_job, capsys):
@@ -3741,21 +3886,25 @@ def test_bad_checkpoints_of_all_kinds(any_job, tmp_path, monkeypatch, capsys):
 
 
 def test_bad_texts_of_all_kinds(job, tmp_path, capsys):
-    """Whatever --data names: a run, or one sentence; never a hang."""
+    """Case 29: whatever --data names: a run, or one sentence with the place or the lengths; never a
+    hang."""
     path = tmp_path / "bad.txt"
-    for content in (
-        b"",
-        b"\xff\xfe" + "to be".encode("utf-16-le"),
-        b"caf\xe9 " * 300,
-        TEXT.encode()[:-1000] + b"\xe2\x82",  # cut in the middle of a character
-        b"\xed\xa0\x80" * 300,  # half a surrogate pair
-        pickle.dumps(Malice()),
-        b"\xef\xbb\xbf",
-        b"\x89PNG\r\n\x1a\n" + b"\x00" * 900,
-        b"short",
+    window = 17 if job.script is train_lm else 16
+    for content, *words in (
+        (b"", "train", "0", window),
+        (b"x" * 100, "validation", 10, window),
+        (b"x" * 9 + b"\xff", "UTF-8", "0xff"),
+        (b"\xff\xfe" + "to be".encode("utf-16-le"), "UTF-8"),
+        (b"caf\xe9 " * 300, "UTF-8"),
+        (TEXT.encode()[:-1000] + b"\xe2\x82", "UTF-8"),  # cut in the middle of a character
+        (b"\xed\xa0\x80" * 300, "UTF-8"),  # half a surrogate pair
+        (pickle.dumps(Malice()),),
+        (b"\xef\xbb\xbf",),
+        (b"\x89PNG\r\n\x1a\n" + b"\x00" * 900,),
+        (b"short",),
     ):
         path.write_bytes(content)
-        exits(lambda: job(f"--data={path}"), path.name, capsys=capsys)
+        exits(lambda: job(f"--data={path}"), path.name, *words, capsys=capsys)
         assert path.read_bytes() == content
     for name in (tmp_path, "/dev/zero", tmp_path / "gone"):
         exits(lambda name=name: job(f"--data={name}"), name, capsys=capsys)
@@ -3797,10 +3946,15 @@ def test_bad_pictures_of_all_kinds(vision, pictures, tmp_path, monkeypatch, caps
     assert not (tmp_path / "malice-was-here").exists()
 
 
+def skip_unless_peaks_are_told():
+    status = Path("/proc/self/status")
+    if not status.exists() or "VmHWM" not in status.read_text():
+        pytest.skip("Linux alone tells the peak in /proc, and not in every container")
+
+
 def test_memory_of_the_laptop_preset(tmp_path, text_file):
     """Training at the laptop preset's sizes takes less than 1 GiB over the import of torch."""
-    if not Path("/proc/self/status").exists():
-        pytest.skip("only Linux tells the peak in /proc")
+    skip_unless_peaks_are_told()
     flags = ["--device=cpu", "--max_iters=3", f"--data={text_file}", f"--out_dir={tmp_path}"]
     code = f"""
 import re, torch, train_lm
@@ -3840,6 +3994,28 @@ def test_out_of_memory_is_not_a_broken_checkpoint(lm, monkeypatch, capsys):
             patch.setattr(place, "load" if place is torch else "to", error)
             run = lambda: common.run(lambda: lm("--sample", tiny=False))
             exits(run, "out of memory", "--batch_size", status=1, capsys=capsys)
+
+
+def test_a_command_ends_as_the_shell_expects(tmp_path, text_file):
+    """Ctrl-C outside of training is 130, a reader who goes away 141, both without a word; a full
+    disk behind our output is one sentence."""
+    for ending, status, words in (
+        ("raise KeyboardInterrupt", 130, ""),
+        ("print('x' * 10**6, flush=True)", 141, ""),
+        ("raise OSError(28, 'No space left on device')", 1, "error: No space left on device"),
+    ):
+        code = f"import train_common\ndef main():\n    {ending}\ntrain_common.run(main)"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=HERE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        process.stdout.close()
+        said = process.stderr.read()
+        assert process.wait(timeout=120) == status and said.startswith(words), said
+        assert said.count("\n") == bool(words)
 
 
 def test_output_that_is_no_file(monkeypatch):
@@ -3916,6 +4092,24 @@ def test_readme_figures_are_measured():
         assert accuracy is None or f"{accuracy:.1%}" in cells or f"{accuracy:.2%}" in cells, command
 
 
+def test_readme_links_say_what_the_files_say():
+    """A figure that links to a file of results is the file's loss; the perplexities of the paper's
+    gates are those of the longest runs."""
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[(\d\.\d+)\]\((results/\w+\.json)\)", readme)
+    assert len(links) >= 3
+    for figure, path in links:
+        result = json.loads((HERE / path).read_text(encoding="utf-8"))
+        assert f"{result['val_loss']:.3f}" == figure, path
+    gates = json.loads((HERE / "results/mlm_gating_ablation.json").read_text(encoding="utf-8"))
+    iters = max(run["iters"] for run in gates["runs"])
+    said = [
+        f"{run['S']} {run['perplexity']:.2f}" for run in gates["runs"] if run["iters"] == iters
+    ]
+    assert len(said) == 4 and f"after {iters} iterations" in " ".join(readme.split())
+    assert ", ".join(said) in " ".join(readme.split())
+
+
 def settings_and_model(command, dtype="float32"):
     """What `python train_lm.py --flags` (or another script) trains, without its memory."""
     _, script, *flags = shlex.split(command)
@@ -3956,6 +4150,16 @@ def test_presets_compare_fairly(preset):
         assert all(block.sgu.toeplitz == toeplitz for block in net.trunk.blocks)
 
 
+@pytest.mark.parametrize("script", [train_lm, train_mlm, train_vision])
+def test_every_preset_builds(script):
+    """Each preset holds sizes that fit together, for each model."""
+    name = script.__name__
+    for preset in (name for name in script.PRESETS if "/" not in name):
+        for model in ("gmlp", "amlp", "mixer", "vit" if script is train_vision else "transformer"):
+            s, _ = settings_and_model(f"python {name}.py --preset={preset} --model={model}")
+            assert (s.preset, s.model) == (preset, model)
+
+
 def test_comparison_is_fair_and_measured():
     """The table of architectures in README.md follows from the runs in results/comparison.json: for
     each task and model the rate that is best with the first seed, with higher and lower ones tried,
@@ -3988,6 +4192,19 @@ def test_comparison_is_fair_and_measured():
         assert max(sizes) / min(sizes) < 1.05, (task, sizes)
         assert max(seconds) / min(seconds) < 1.2, (task, seconds)
         assert re.search(rf"^\| {title}[^|]*\| {re.escape(' | '.join(cells))} \|$", readme, re.M)
+
+    first_seed = lambda *of: [r for r in runs if (r["task"], r["model"]) == of and r["seed"] == 1]
+    longer, minute = (
+        {model: min(first_seed(task, model), key=lambda run: run["val_loss"]) for model in models}
+        for task in ("vision, ten minutes", "vision")
+    )
+    for model, run in longer.items():
+        (s, net), (first, _) = (settings_and_model(r[model]["command"]) for r in (longer, minute))
+        assert sum(p.numel() for p in net.parameters()) == run["params"] == minute[model]["params"]
+        assert s.max_iters == run["iters"] > 5 * first.max_iters and s.dtype == "float32"
+        assert 590 < run["train_seconds"] < 660
+    cells = " | ".join(f"{100 * run['val_accuracy']:.1f}" for run in longer.values())
+    assert re.search(rf"^\| [^|]*ten minutes[^|]*\| {re.escape(cells)} \|$", readme, re.M)
 
     one_head = []
     for task, key, factor, digits in (
@@ -4055,15 +4272,14 @@ def zeroes_of(model):
 
 
 def test_bench(tmp_path, capsys):
-    """bench.py measures, prints a table and writes it; a cached text is no slower than an uncached
-    one, and no model exceeds the machine."""
+    """bench.py measures, prints a table and writes it; no model exceeds the machine."""
     flags = ["--quick", "--device=cpu", "--dtype=float32", f"--out={tmp_path / 'bench.json'}"]
     step = bench.main([*flags, "--only=step"])
     assert [row["model"] for row in step["step"]] == [*bench.MODELS]
     assert all(0 < row["share_of_ceiling"] < 1.2 for row in step["step"])
     generate = bench.main([*flags, "--only=generate"])
     assert json.loads((tmp_path / "bench.json").read_text()) == json.loads(json.dumps(generate))
-    assert all(row["times_faster"] > 1 for row in generate["generate"] if row["times_faster"])
+    assert any(row["times_faster"] for row in generate["generate"])
     said = capsys.readouterr().out
     assert "GFLOP/s" in said and "times faster" in said and "gMLP, Toeplitz W" in said
     exits(lambda: bench.main(["--only=everything"]), "everything", capsys=capsys)
@@ -4097,8 +4313,7 @@ def test_memory_that_is_not_told(monkeypatch):
 
 def test_memory_is_measured():
     """A longer window takes attention more memory, at as many characters."""
-    if not Path("/proc/self/status").exists():
-        pytest.skip("only Linux tells the peak in /proc")
+    skip_unless_peaks_are_told()
     s = common.types.SimpleNamespace(device="cpu", dtype="float32", compile=False, threads=1)
     short, long = (bench.memory_of("Transformer", 512 // n, n, s, False) for n in (64, 512))
     assert 0 < short < long
