@@ -4093,7 +4093,7 @@ def test_readme_figures_are_measured():
 
 def test_readme_links_say_what_the_files_say():
     """A figure that links to a file of results is the file's loss; the perplexities of the paper's
-    gates are those of the longest runs."""
+    gates are the means of the longest runs."""
     readme = (HERE / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"\[(\d\.\d+)\]\((results/\w+\.json)\)", readme)
     assert len(links) >= 3
@@ -4102,10 +4102,13 @@ def test_readme_links_say_what_the_files_say():
         assert f"{result['val_loss']:.3f}" == figure, path
     gates = json.loads((HERE / "results/mlm_gating_ablation.json").read_text(encoding="utf-8"))
     iters = max(run["iters"] for run in gates["runs"])
-    said = [
-        f"{run['S']} {run['perplexity']:.2f}" for run in gates["runs"] if run["iters"] == iters
-    ]
-    assert len(said) == 4 and f"after {iters} iterations" in " ".join(readme.split())
+    measured = {}
+    for run in gates["runs"]:
+        if run["iters"] == iters:
+            measured.setdefault(run["S"], []).append(run["perplexity"])
+    said = [f"{gate} {statistics.mean(seeds):.2f}" for gate, seeds in measured.items()]
+    assert [len(seeds) for seeds in measured.values()] == [2, 2, 2, 2]
+    assert f"after {iters} iterations" in " ".join(readme.split())
     assert ", ".join(said) in " ".join(readme.split())
 
 
