@@ -695,8 +695,8 @@ def test_mixer_mixes_tokens_and_leaves_channels_apart():
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_self_attention_is_softmax_attention(causal, n):
-    """SelfAttention is softmax(q k^T / sqrt(d/h)) v per head, to 1e-5; so is bench.py's fused
-    one."""
+    """SelfAttention is softmax(q k^T / sqrt(d/h)) v per head, to 1e-5; so is the branch that CUDA
+    takes, and bench.py's fused one."""
     torch.manual_seed(0)
     attention = randomise(mixer.SelfAttention(6, 3, causal=causal))
     x = torch.randn(2, n, 6)
@@ -708,6 +708,9 @@ def test_self_attention_is_softmax_attention(causal, n):
         heads.append(weights / weights.sum(dim=-1, keepdim=True) @ v[..., h])
     expected = attention.out(torch.cat(heads, dim=-1))
     torch.testing.assert_close(attention(x, x, x), expected, rtol=0, atol=1e-5)
+    on_cuda = x.as_subclass(type("OnCuda", (torch.Tensor,), dict(is_cuda=True)))
+    y = attention(on_cuda, on_cuda, on_cuda).as_subclass(torch.Tensor)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-5)
     attention.__class__ = bench.FusedAttention
     torch.testing.assert_close(attention(x, x, x), expected, rtol=0, atol=1e-5)
 
@@ -1759,19 +1762,25 @@ def test_evaluation_sees_every_character(lm, text_file):
     assert torch.cat(losses).mean().item() == pytest.approx(loss, abs=1e-5)
 
 
+def watch_models(monkeypatch, script, watch):
+    """Call watch(model) on every model that the script builds."""
+    build = script.build_model
+
+    def watched_build(*args):
+        model = build(*args)
+        watch(model)
+        return model
+
+    monkeypatch.setattr(script, "build_model", watched_build)
+
+
 def test_training_never_sees_the_validation_split(job, tmp_path, monkeypatch):
     """Of a text whose last tenth is one character that occurs nowhere else, training reads what
     lacks it, but for the random letters of masking, and evaluation reads nothing else."""
     (tmp_path / "split.txt").write_text("abcdefgh\n" * 100 + "z" * 100, encoding="utf-8")
-    shares, build = {True: [], False: []}, job.script.build_model
-
-    def watched_build(*args):
-        model = build(*args)
-        share = lambda m, ids: shares[m.training].append((ids[0] == 9).float().mean().item())
-        model.register_forward_pre_hook(share)  # z is the last of ten characters
-        return model
-
-    monkeypatch.setattr(job.script, "build_model", watched_build)
+    shares = {True: [], False: []}
+    share_of_z = lambda m, ids: shares[m.training].append((ids[0] == 9).float().mean().item())
+    watch_models(monkeypatch, job.script, lambda m: m.register_forward_pre_hook(share_of_z))
     answer = "write" if job.script is train_lm else "show_guesses"
     monkeypatch.setattr(job.script, answer, lambda *_: "")
     job(f"--data={tmp_path / 'split.txt'}")
@@ -1803,15 +1812,12 @@ def test_evaluation_is_in_eval_mode(any_job, pictures, monkeypatch):
     """Case 40: dropout and DropPath are awake in every update, at the rates asked for, and sleep
     whenever the model is evaluated or answers."""
     modes, rates, where, script = {"update": [], "answer": []}, {}, ["update"], any_job.script
-    build = script.build_model
 
-    def watched_build(*args):
-        model = build(*args)
+    def watch(model):
         for module in model.modules():
             module.register_forward_pre_hook(lambda m, _: modes[where[0]].append(m.training))
             if hasattr(module, "p"):
                 rates.setdefault(type(module).__name__, set()).add(module.p)
-        return model
 
     def answering(answer):
         def watched(*args):
@@ -1825,7 +1831,7 @@ def test_evaluation_is_in_eval_mode(any_job, pictures, monkeypatch):
     names = {train_lm: ("evaluate", "write"), train_mlm: ("evaluate", "show_guesses", "guess")}
     for name in names.get(script, ("predict",)):
         monkeypatch.setattr(script, name, answering(getattr(script, name)))
-    monkeypatch.setattr(script, "build_model", watched_build)
+    watch_models(monkeypatch, script, watch)
     any_job("--model=gmlp", "--dropout=0.2", "--drop_path=0.3")
     assert modes["update"] and all(modes["update"])
     assert modes["answer"] and not any(modes["answer"])
@@ -2397,16 +2403,11 @@ def test_models_of_the_language_script(lm):
 def test_float16_and_bfloat16_train(any_job, optimizer, monkeypatch):
     """Each dtype trains on the CPU, float16 with its scaler, to nearly the same loss; the model
     computes in it, training or not."""
-    losses, build = [], any_job.script.build_model
+    losses, seen = [], set()
+    dtype_of = lambda m, _, logits: seen.add((m.training, logits.dtype))
+    watch_models(monkeypatch, any_job.script, lambda m: m.register_forward_hook(dtype_of))
     for dtype in ("float32", "bfloat16", "float16"):
-        seen = set()
-
-        def watched_build(*args):
-            model = build(*args)
-            model.register_forward_hook(lambda m, _, logits: seen.add((m.training, logits.dtype)))
-            return model
-
-        monkeypatch.setattr(any_job.script, "build_model", watched_build)
+        seen.clear()
         result = any_job(f"--dtype={dtype}", f"--optimizer={optimizer}", out=dtype)
         losses.append(result["val_loss"])
         assert seen == {(training, getattr(torch, dtype)) for training in (True, False)}
@@ -3852,6 +3853,7 @@ def bad_checkpoints(path):
     yield "empty", b""
     yield "text", b"this is no checkpoint"
     yield "half", good[: len(good) // 2]
+    yield "no end", good[:-100]
     yield "flipped", with_a_flipped_weight(path)
     yield "a pickle", pickle.dumps(Malice())
     yield "code", saved(model=Malice())
@@ -3878,7 +3880,9 @@ def test_bad_checkpoints_of_all_kinds(any_job, tmp_path, monkeypatch, capsys):
     good = path.read_bytes()
     for name, content in [*bad_checkpoints(path)]:
         path.write_bytes(content)
-        exits(lambda: any_job("--resume", "--max_iters=30", tiny=False), any_job.out, capsys=capsys)
+        broken = name in ("empty", "text", "half", "no end", "flipped")
+        words = [any_job.out, *(["ckpt.pt", "no whole checkpoint"] if broken else [])]
+        exits(lambda: any_job("--resume", "--max_iters=30", tiny=False), *words, capsys=capsys)
         assert path.read_bytes() == content, name
     assert not (tmp_path / "malice-was-here").exists()
     path.write_bytes(good)
@@ -3906,6 +3910,8 @@ def test_bad_texts_of_all_kinds(job, tmp_path, capsys):
         path.write_bytes(content)
         exits(lambda: job(f"--data={path}"), path.name, *words, capsys=capsys)
         assert path.read_bytes() == content
+    path.write_bytes(b"x" * 100)
+    exits(lambda: job(f"--data={path}", "--seq_len=256"), 90, window + 240, capsys=capsys)
     for name in (tmp_path, "/dev/zero", tmp_path / "gone"):
         exits(lambda name=name: job(f"--data={name}"), name, capsys=capsys)
     path.write_bytes(b"\x00\r\n\t" * 300)
@@ -3996,7 +4002,7 @@ def test_out_of_memory_is_not_a_broken_checkpoint(lm, monkeypatch, capsys):
             exits(run, "out of memory", "--batch_size", status=1, capsys=capsys)
 
 
-def test_a_command_ends_as_the_shell_expects(tmp_path, text_file):
+def test_a_command_ends_as_the_shell_expects():
     """Ctrl-C outside of training is 130, a reader who goes away 141, both without a word; a full
     disk behind our output is one sentence."""
     for ending, status, words in (
@@ -4205,6 +4211,7 @@ def test_comparison_is_fair_and_measured():
         assert sum(p.numel() for p in net.parameters()) == run["params"] == minute[model]["params"]
         assert s.max_iters == run["iters"] > 5 * first.max_iters and s.dtype == "float32"
     seconds = [run["train_seconds"] for run in longer.values()]
+    assert max(seconds) / min(seconds) < 1.2
     row = [f"the same after {min(seconds):.0f} to {max(seconds):.0f} s, one seed"]
     row += [f"{100 * run['val_accuracy']:.1f}" for run in longer.values()]
     assert f"| {' | '.join(row)} |" in readme
@@ -4284,10 +4291,31 @@ def test_bench(tmp_path, capsys):
     assert all(0 < row["share_of_ceiling"] < 1.2 for row in step["step"])
     generate = bench.main([*flags, "--only=generate"])
     assert json.loads((tmp_path / "bench.json").read_text()) == json.loads(json.dumps(generate))
-    assert any(row["times_faster"] for row in generate["generate"])
     said = capsys.readouterr().out
     assert "GFLOP/s" in said and "times faster" in said and "gMLP, Toeplitz W" in said
     exits(lambda: bench.main(["--only=everything"]), "everything", capsys=capsys)
+
+
+def test_bench_tells_cached_from_uncached_writing(monkeypatch):
+    """With tokens fed to the model in place of seconds, a cached step costs one token, and an
+    uncached one all of the text: from 112 to 127 tokens at a window of 128."""
+    fed, forward = [0], GMLPLanguageModel.forward
+
+    def counting(model, ids, *rest, **keywords):
+        fed[0] += ids.shape[1]
+        return forward(model, ids, *rest, **keywords)
+
+    def work(call, s):
+        before = fed[0]
+        call()
+        return fed[0] - before
+
+    monkeypatch.setattr(GMLPLanguageModel, "forward", counting)
+    monkeypatch.setattr(bench, "seconds_of", work)
+    s = common.types.SimpleNamespace(device="cpu", dtype="float32", quick=True)
+    rows = [row for row in bench.bench_generate(s) if row["model"] != "Transformer"]
+    assert [row["cached_ms"] for row in rows] == [1000, 1000]
+    assert [row["times_faster"] for row in rows] == [statistics.mean(range(112, 128))] * 2
 
 
 def test_bench_models_are_equal():
