@@ -342,7 +342,7 @@ def parse_flags(argv):
              out=str(common.HERE / "out" / "bench.json")) | given
     device = common.pick_device(s["device"])
     return types.SimpleNamespace(**s | dict(
-        device=str(device), dtype=common.pick_dtype(s["dtype"], device),
+        device=str(device), dtype=common.pick_dtype(s["dtype"], device, 128, 512),
         repeats=3 if s["quick"] else 15, threads=torch.get_num_threads()))
 
 

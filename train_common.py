@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -190,8 +191,7 @@ def read_settings(parser, presets, argv, script, kept):
     its checkpoints hold besides CHECKPOINT, and the types.
 
     A flag wins over the checkpoint in a mode that uses one. Else over the preset: `laptop`, changed
-    by the preset, changed by its entries for the model and the dtype ("laptop/amlp",
-    "laptop/float32").
+    by the preset, changed by its entry for the model ("laptop/amlp").
     """
     given = vars(parser.parse_args(argv))
     for place in ("data", "data_dir", "out_dir"):
@@ -230,13 +230,9 @@ def read_settings(parser, presets, argv, script, kept):
     else:
         given.setdefault("preset", "gpu" if device.type == "cuda" else "laptop")
         base = presets["laptop"] | presets[given["preset"]]
-    dtype = pick_dtype(given.get("dtype", base["dtype"]), device)
-    if not modes:
-        for entry in (given.get("model", base["model"]), dtype):
-            base |= presets.get(f"{given['preset']}/{entry}", {})
+        base |= presets.get(f"{given['preset']}/{given.get('model', base['model'])}", {})
     here = dict(data_dir=str(HERE / "data"))
-    settings = types.SimpleNamespace(
-        **(MODES | here | base | given | dict(device=str(device), dtype=dtype)))
+    settings = types.SimpleNamespace(**(MODES | here | base | given | dict(device=str(device))))
     if settings.batch_size % (WORLD * settings.grad_accum):
         processes = f" times {WORLD} processes" if WORLD > 1 else ""
         fail(f"--batch_size={settings.batch_size} is no multiple of "
@@ -245,6 +241,7 @@ def read_settings(parser, presets, argv, script, kept):
         fail("--schedule=noam needs --warmup_iters of 1 or more")
     if WORLD > 1:
         start_processes(device)
+    settings.dtype = pick_dtype(settings.dtype, device, settings.d_model, settings.d_ffn)
     return settings, checkpoint
 
 
@@ -284,16 +281,32 @@ def pick_device(name):
     return device
 
 
-def pick_dtype(name, device):
-    """auto: the fastest dtype that the device has instructions for. bfloat16 on a CPU without them
-    is many times slower than float32, with them twice as fast."""
-    if name != "auto":
-        return name
+def pick_dtype(name, device, d_model, d_ffn):
+    """auto: the fastest dtype. A CPU is asked by a trial, since instructions for bfloat16 may be
+    slower than float32's: it takes bfloat16 where products of these widths are 1.3 times as fast.
+    Of several processes the first decides for all."""
+    if name != "auto" or device.type == "mps":
+        return name.replace("auto", "float32")
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
-    queries = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: may be missing
-    native = device.type == "cpu" and any(getattr(torch.cpu, q, bool)() for q in queries)
-    return "bfloat16" if native else "float32"
+    seconds = {torch.float32: [], torch.bfloat16: []}
+    for turn in range(21):
+        for dtype, times in seconds.items():
+            x, w = torch.ones(256, d_model, dtype=dtype), torch.ones(d_model, d_ffn, dtype=dtype)
+            begin = time.perf_counter()
+            x @ w
+            times.append(time.perf_counter() - begin)
+        medians = [statistics.median(times[1:] or times) for times in seconds.values()]
+        if turn >= 3 and medians[1] > 2 * medians[0]:
+            break  # it has lost, and each product may take long
+    pair = torch.tensor(medians)
+    if WORLD > 1:
+        dist.broadcast(pair, 0)
+    float32, bfloat16 = pair.tolist()
+    dtype = "bfloat16" if float32 >= 1.3 * bfloat16 else "float32"
+    print(f"a product takes {1e3 * float32:.2g} ms in float32, {1e3 * bfloat16:.2g} in bfloat16: "
+          f"{dtype}")
+    return dtype
 
 
 def autocast(s):
@@ -392,12 +405,15 @@ def parameter_groups(model, weight_decay, muon=False):
     """The groups of an optimizer: the weights of Linear, Conv2d and Embedding and all W, W1, W2
     decay; norms, biases and all b, b1, b2 do not (the gate's b has two dimensions, and decay
     would shut the gate). With muon a third group: the Linear weights of the blocks, whose steps
-    it makes orthogonal."""
-    orthogonal, decaying, rest = [], [], []
+    it makes orthogonal. A parameter that two modules share is in the group of the first."""
+    orthogonal, decaying, rest, seen = [], [], [], set()
     for path, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
+            if p in seen:
+                continue
+            seen.add(p)
             matrix = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
-            in_block = isinstance(module, nn.Linear) and ".blocks." in path
+            in_block = isinstance(module, nn.Linear) and ".blocks." in f".{path}"
             kind = orthogonal if muon and matrix and in_block else decaying
             (kind if matrix or name in ("W", "W1", "W2") else rest).append(p)
     return [dict(params=orthogonal, weight_decay=weight_decay, muon=True)] * muon + [
@@ -421,11 +437,16 @@ class Muon(torch.optim.AdamW):
         # to skip a step that is not finite, and Muon's matrices would take it
 
     @torch.no_grad()
-    def step(self):
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             matrices = {}  # of the same shape: as a batch
             for p in group["params"] if group["muon"] else ():
-                matrices.setdefault(p.shape, []).append(p)
+                if p.grad is not None:
+                    matrices.setdefault(p.shape, []).append(p)
             for (rows, columns), ps in matrices.items():
                 steps = []
                 for p in ps:
@@ -441,6 +462,7 @@ class Muon(torch.optim.AdamW):
                     p.sub_(step, alpha=group["lr"] * length)
                     p.grad = None  # AdamW passes over it
         super().step()
+        return loss
 
     def orthogonal(self, x):
         """x (N, rows, columns) -> the same shape, U V^T of each U S V^T, but for factors of about

@@ -19,24 +19,25 @@ IGNORE = -100  # the target of a position that does not count, cross_entropy's d
 BLANK = "_"  # stands for [MASK] in what we print, and in --fill
 
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/amlp"
-# is what changes with that preset and model, "laptop/float32" with that dtype, on most CPUs.
+# is what changes with that preset and model: all models of a preset have equal parameters (5 %).
 PRESETS = {
     "laptop": dict(
         model="mixer", toeplitz=True, positions="auto", mask_prob=0.15,
         seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=None,
         dropout=0.0, drop_path=0.0,
-        batch_size=16, grad_accum=1, max_iters=2300, eval_interval=460, log_interval=10,
+        batch_size=16, grad_accum=1, max_iters=1200, eval_interval=400, log_interval=10,
         optimizer="muon", schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         data=None, seed=1, dtype="auto", compile=False),
     "laptop/mixer": dict(d_ffn=384),
     "laptop/amlp": dict(d_ffn=328),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
-    "laptop/float32": dict(max_iters=630, eval_interval=210),
     "gpu": dict(
         model="gmlp", seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.1,
         batch_size=64, learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
     "gpu/mixer": dict(d_ffn=1152),
+    "gpu/amlp": dict(d_ffn=1328),
+    "gpu/transformer": dict(n_layers=5),
     # labml.ai's annotated MLP-Mixer experiment, 1,024 passes (Adam is AdamW without decay)
     "classic": dict(
         toeplitz=False, positions="sinusoidal", seq_len=32, d_model=128, d_ffn=256, d_token=128,
