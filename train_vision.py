@@ -265,7 +265,7 @@ def read_folder(folder, size, channels, data_dir):
     key = hashlib.sha256(repr((state, size, channels)).encode()).hexdigest()
     name = f"{folder.resolve().parent.name}-{folder.name}-{size[0]}x{size[1]}x{channels}.pt"
     try:
-        kept = torch.load(Path(data_dir) / name, weights_only=True)
+        kept = common.read_checkpoint(Path(data_dir) / name)
         current = kept["key"] == key
     except Exception:  # none there, or broken, which can raise nearly anything
         current = False
