@@ -4254,6 +4254,21 @@ def test_readme_commands_parse(command, monkeypatch):
         scripts[Path(script).stem].parse_flags(flags)
 
 
+def test_readme_resumes_have_something_to_do():
+    """Where README.md resumes with --max_iters, that is more than a run by default has had, on any
+    machine."""
+    resumed = [command for command in readme_commands() if "--resume" in command]
+    assert resumed
+    for command in resumed:
+        _, script, *flags = shlex.split(command, comments=True)
+        PRESETS = dict(train_lm=train_lm, train_mlm=train_mlm, train_vision=train_vision)[
+            Path(script).stem
+        ].PRESETS
+        (asked,) = [int(flag.partition("=")[2]) for flag in flags if "--max_iters=" in flag]
+        defaults = [entry for name, entry in PRESETS.items() if name.startswith(("laptop", "gpu"))]
+        assert asked > max(entry.get("max_iters", 0) for entry in defaults)
+
+
 def test_readme_figures_are_measured():
     """Every row of README.md that begins with a command has a file in results/ that was made by
     that command and holds the row's figures."""
