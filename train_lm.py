@@ -143,7 +143,7 @@ def main(argv=None):
         prompt_ids = prompt_of(s, vocabulary)
         model = common.new_model(build_model, s, len(vocabulary), checkpoint=checkpoint)
         text = write(model, prompt_ids, vocabulary, s)
-        print(text)
+        print(common.visible(text, keep="\n\t"))
         return dict(model=s.model, iters=checkpoint["step"], sample=text)
 
     corpus = common.load_corpus(s, checkpoint)
@@ -181,7 +181,7 @@ def main(argv=None):
     common.stop_if_interrupted(model, s, t)
 
     sample = write(model, prompt_ids, corpus.vocabulary, s)
-    print(f"\n{sample}")
+    print("\n" + common.visible(sample, keep="\n\t"))
     result = common.write_result(
         argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
         tokens=t.step * s.batch_size * s.seq_len, sample=sample)

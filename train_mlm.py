@@ -92,14 +92,22 @@ def masked_loss(logits, targets):
                            reduction="sum")
 
 
+def mask_validation(ids, n_chars, s):
+    """(inputs, targets) of all of ids (length,), the same in every run."""
+    masked = mask_tokens(ids, n_chars, n_chars, mask_prob=s.mask_prob,
+                         generator=torch.Generator().manual_seed(0))
+    if (masked[1] == IGNORE).all():  # a loss of 0, which would be the best for ever
+        common.fail(f"--mask_prob={s.mask_prob} chooses none of the {len(ids):,} characters to "
+                    "validate: raise it, or give more text")
+    return masked
+
+
 @torch.no_grad()
-def evaluate(model, ids, n_chars, s):
-    """(loss, accuracy) on the chosen positions of all of ids (length,), cut into consecutive
-    windows of seq_len, the short last one included. The masks are the same in every run."""
+def evaluate(model, inputs, targets, s):
+    """(loss, accuracy) on the chosen positions of what mask_validation returned, cut into
+    consecutive windows of seq_len, the short last one included."""
     was_training = model.training
     model.eval()
-    inputs, targets = mask_tokens(ids, n_chars, n_chars, mask_prob=s.mask_prob,
-                                  generator=torch.Generator().manual_seed(0))
     total = correct = 0.0
     for x, y in common.windows_of(inputs, targets, s.seq_len):  # (rows, seq_len) each
         y = y.to(s.device)
@@ -108,7 +116,7 @@ def evaluate(model, ids, n_chars, s):
         total += masked_loss(logits, y).item()
         correct += (logits.argmax(dim=-1) == y).sum().item()
     model.train(was_training)
-    count = max(1, (targets != IGNORE).sum().item())
+    count = (targets != IGNORE).sum().item()
     return total / count, correct / count
 
 
@@ -125,10 +133,11 @@ def guess(model, inputs, n_chars, s):
 
 
 def show_guesses(model, ids, vocabulary, s):
-    """Three lines of ids (length,): with letters masked, as guessed, and as they are."""
+    """Three lines of ids (length,): with letters masked, as guessed, and as they are; / stands for
+    a line break or another control character."""
     length, n_chars = min(72, s.seq_len), len(vocabulary)
     generator = torch.Generator().manual_seed(s.seed)
-    symbols = vocabulary.replace("\n", "/") + BLANK
+    symbols = [c if common.visible(c) == c else "/" for c in vocabulary] + [BLANK]
     for start in (0, (len(ids) - s.seq_len) // 2, len(ids) - s.seq_len):
         truth = ids[start: start + s.seq_len]
         masked = torch.rand(truth.shape, generator=generator) < s.mask_prob
@@ -145,6 +154,8 @@ def main(argv=None):
     s, checkpoint = parse_flags(argv)
     if s.fill is not None and BLANK not in s.fill:
         common.fail(f'--fill has no blank to fill: mark each with {BLANK}, "To be, or n__ to be"')
+    if s.mask_prob == 0:
+        common.fail("--mask_prob=0 leaves nothing to predict: give more than 0")
     common.check_sizes(build_model, s, 2)
 
     if s.fill:  # needs no data
@@ -156,15 +167,16 @@ def main(argv=None):
         except ValueError as error:  # longer than the window
             common.fail(f"--fill: {error}")
         text = "".join(vocabulary[i] for i in filled.tolist())
-        print(text)
+        print(common.visible(text, keep="\n\t"))
         return dict(model=s.model, iters=checkpoint["step"], fill=text)
 
     corpus = common.load_corpus(s, checkpoint)
     n_chars = mask_id = len(corpus.vocabulary)  # ids 0 to n_chars - 1 are the characters
+    validation = mask_validation(corpus.val_ids, n_chars, s)
     model = common.new_model(build_model, s, n_chars + 1, checkpoint=checkpoint)
 
     if s.eval:
-        val_loss, val_accuracy = evaluate(model, corpus.val_ids, n_chars, s)
+        val_loss, val_accuracy = evaluate(model, *validation, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per masked "
               f"character (perplexity {torch.tensor(val_loss).exp():.2f}), accuracy "
               f"{val_accuracy:.2%}, window {s.seq_len}")
@@ -191,7 +203,7 @@ def main(argv=None):
             common.update(model, loss, s, t)
             if common.evaluation_due(s, t):
                 with t.clock.paused():
-                    val_loss, val_accuracy = evaluate(model, corpus.val_ids, n_chars, s)
+                    val_loss, val_accuracy = evaluate(model, *validation, s)
                 common.log(model, s, t, score=-val_loss, val_loss=val_loss,
                            val_accuracy=val_accuracy)
             else:

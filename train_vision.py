@@ -91,7 +91,7 @@ def parse_flags(argv):
     add("--dataset", choices=("cifar10", "shapes"), help="the built-in data")
     add("--image_size", type=pair, help="32 or 32,64 (height,width): images are resized to it")
     add("--patch_size", type=pair, help="of a token, like --image_size")
-    add("--in_channels", type=int, choices=(1, 3), help="1: grey, 3: colour")
+    add("--in_channels", type=common.COUNT, choices=(1, 3), help="1: grey, 3: colour")
     add("--stored_size", type=pair, help="keep images smaller in memory, enlarge each batch")
     add("--flip", type=common.PROBABILITY, help="chance to mirror an image")
     add("--crop", type=common.number(int, 0), help="shift an image by up to this many pixels")
@@ -115,6 +115,8 @@ def check_settings(s):
     if s.crop >= min(stored_size(s)):
         height, width = stored_size(s)
         common.fail(f"--crop={s.crop} shifts an image of {height} x {width} out of sight: lower it")
+    if (1, 1) in (s.image_size, stored_size(s)):
+        common.fail("--image_size and --stored_size: an image of 1 x 1 shows nothing, give more")
     common.check_sizes(build_model, s, 10)
 
 
@@ -265,7 +267,7 @@ def read_folder(folder, size, channels, data_dir):
     key = hashlib.sha256(repr((state, size, channels)).encode()).hexdigest()
     name = f"{folder.resolve().parent.name}-{folder.name}-{size[0]}x{size[1]}x{channels}.pt"
     try:
-        kept = torch.load(Path(data_dir) / name, weights_only=True)
+        kept = common.read_checkpoint(Path(data_dir) / name)
         current = kept["key"] == key
     except Exception:  # none there, or broken, which can raise nearly anything
         current = False
@@ -275,13 +277,14 @@ def read_folder(folder, size, channels, data_dir):
             common.save_checkpoint(Path(data_dir) / name, key=key, **kept)
     images, names, broken = kept["images"], kept["names"], kept["broken"]
     if broken:
-        print(f"{len(broken)} files in {folder} are no readable images and left out: "
-              f"{', '.join(broken[:5])}{', ...' if len(broken) > 5 else ''}")
+        print(common.visible(
+            f"{len(broken)} files in {folder} are no readable images and left out: "
+            f"{', '.join(broken[:5])}{', ...' if len(broken) > 5 else ''}"))
     if not names:
         common.fail(f"no image found in {folder}: {wanted}")
     empty = [kind.name for kind in kinds if kind.name not in set(names)]
     if empty:
-        print(f"no images in {folder} for {', '.join(empty)}: left out")
+        print(common.visible(f"no images in {folder} for {', '.join(empty)}: left out"))
     return images, names
 
 
@@ -334,7 +337,8 @@ def load_data(s, checkpoint):
         common.fail(f"the only class with training images is {classes[0]}: give two or more")
     unknown = sorted(set(test[1]) - set(classes))
     if unknown:
-        print(f"test images of {', '.join(unknown)} are left out: there are none to train on")
+        print(f"test images of {common.visible(', '.join(unknown))} are left out: there are none "
+              "to train on")
     if not set(test[1]) - set(unknown):
         common.fail(f"there are test images of {', '.join(unknown)}, and none of the classes "
                     f"trained on, {', '.join(classes)}")
@@ -356,8 +360,9 @@ def load_data(s, checkpoint):
     name = Path(s.data).resolve().name if s.data else s.dataset
     count = f"{len(train.labels):,} images to train on, " if train else ""
     height, width = stored_size(s)
-    print(f"data {name}: {count}{len(test.labels):,} images to test, {height} x {width} pixels, "
-          f"{len(classes)} classes: {', '.join(classes)}")
+    print(common.visible(
+        f"data {name}: {count}{len(test.labels):,} images to test, {height} x {width} pixels, "
+        f"{len(classes)} classes: {', '.join(classes)}"))
     return name, types.SimpleNamespace(classes=classes, mean=mean, std=std), train, test
 
 
@@ -369,7 +374,7 @@ def sha256_of(*splits):
     return digest.hexdigest()
 
 
-# ------------------------------------------- augmentation: whole batches, each image its own draw
+# ------- augmentation of whole batches: each image its own draw, but for MixUp's and CutMix's share
 
 
 def flip(images, p, generator):
@@ -412,7 +417,8 @@ def erase(images, p, generator):
 
 def mix(images, labels, s, n_classes):
     """images (B, C, H, W), labels (B,) -> images, targets (B, n_classes): MixUp or CutMix, the one
-    whose alpha is not 0, or either at random. Draws from PyTorch's global generator."""
+    whose alpha is not 0, or either at random; one share (one box) for the whole batch. Draws from
+    PyTorch's global generator."""
     mixers = [kind(alpha=alpha, num_classes=n_classes)
               for kind, alpha in ((v2.MixUp, s.mixup), (v2.CutMix, s.cutmix)) if alpha]
     return v2.RandomChoice(mixers)(images, labels)
@@ -582,7 +588,8 @@ def main(argv=None):
         answers = {file: [(view.classes[i], p) for i, p in zip(places, ps)] for file, places, ps
                    in zip(s.predict, best.indices.tolist(), best.values.tolist())}
         for file, answer in answers.items():
-            print(f"{file}: {', '.join(f'{name} {p:.1%}' for name, p in answer)}")
+            answer = ", ".join(f"{name} {p:.1%}" for name, p in answer)
+            print(common.visible(f"{file}: {answer}"))
         return dict(model=s.model, iters=checkpoint["step"], predict=answers)
 
     name, view, train, test = load_data(s, checkpoint)
@@ -629,8 +636,8 @@ def main(argv=None):
     confusion = confusion_of(logits.argmax(dim=1), test.labels, len(view.classes))
     accuracies = (confusion.diag() / confusion.sum(dim=1)).tolist()  # NaN: no test images
     accuracies = {c: None if math.isnan(a) else a for c, a in zip(view.classes, accuracies)}
-    print("accuracy by class: " + ", ".join(
-        f"{c} {a:.1%}" for c, a in accuracies.items() if a is not None))
+    print("accuracy by class: " + common.visible(", ".join(
+        f"{c} {a:.1%}" for c, a in accuracies.items() if a is not None)))
     result = common.write_result(
         argv, s, t, data=name, data_sha256=data_sha256, images=t.step * s.batch_size,
         batch_share=share, classes=view.classes, per_class_accuracy=accuracies,
