@@ -24,12 +24,13 @@ class GMLPBlock(nn.Module):
     """X + S V (paper, figure 1). With d_attn, the width of a tiny attention, it is aMLP (section
     4.3): S = Z1 * (W norm(Z2) + b + attention(norm(X))).
     dropout acts on what the block adds, element by element; drop_path drops it for whole samples.
+    eps is that of norm(X); timm's weights want 1e-6 here, and 1e-5 in the gate, which has no other.
     """
 
     def __init__(self, d_model, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1,
-                 d_attn=None, dropout=0.0, drop_path=0.0):
+                 d_attn=None, dropout=0.0, drop_path=0.0, eps=1e-5):
         super().__init__()
-        self.norm = nn.LayerNorm(d_model)
+        self.norm = nn.LayerNorm(d_model, eps)
         self.proj_in = nn.Linear(d_model, d_ffn)  # U
         self.sgu = SpatialGatingUnit(
             d_ffn, seq_len, causal=causal, toeplitz=toeplitz, n_heads=n_heads)
@@ -217,12 +218,14 @@ class GMLP(nn.Module):
     """The trunk: n_layers blocks, LayerNorm. DropPath grows from 0 to drop_path over the depth; the
     other block_options: see GMLPBlock."""
 
-    def __init__(self, n_layers, d_model, d_ffn, seq_len, *, drop_path=0.0, **block_options):
+    def __init__(self, n_layers, d_model, d_ffn, seq_len, *, drop_path=0.0, eps=1e-5,
+                 **block_options):
         super().__init__()
         rates = [drop_path * i / max(1, n_layers - 1) for i in range(n_layers)]
         self.blocks = nn.ModuleList(
-            GMLPBlock(d_model, d_ffn, seq_len, drop_path=rate, **block_options) for rate in rates)
-        self.norm = nn.LayerNorm(d_model)
+            GMLPBlock(d_model, d_ffn, seq_len, drop_path=rate, eps=eps, **block_options)
+            for rate in rates)
+        self.norm = nn.LayerNorm(d_model, eps)
 
     def forward(self, x, mask=None, caches=None):
         """x (B, n, d) -> (B, n, d); caches holds one dict per block."""

@@ -71,14 +71,16 @@ class MLPMixer(nn.Module):
 class EncoderLayer(nn.Module):
     """X + token_mixer(norm(X)), then Y + feed_forward(norm(Y)): a layer of a Mixer or Transformer.
 
-    dropout acts on what either adds, element by element; drop_path drops it for whole samples.
+    dropout acts on what either adds, element by element; drop_path drops it for whole samples. eps
+    is that of both norms; timm's weights want 1e-6.
     """
 
-    def __init__(self, d_model, token_mixer, feed_forward, *, dropout=0.0, drop_path=0.0):
+    def __init__(self, d_model, token_mixer, feed_forward, *, dropout=0.0, drop_path=0.0,
+                 eps=1e-5):
         super().__init__()
-        self.norm1 = nn.LayerNorm(d_model)
+        self.norm1 = nn.LayerNorm(d_model, eps)
         self.token_mixer = token_mixer
-        self.norm2 = nn.LayerNorm(d_model)
+        self.norm2 = nn.LayerNorm(d_model, eps)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path)
@@ -264,7 +266,7 @@ class Encoder(nn.Module):
 
     def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", toeplitz=False,
                  d_token=None, n_heads=8, causal=False, positions=None, dropout=0.0,
-                 drop_path=0.0):
+                 drop_path=0.0, eps=1e-5):
         super().__init__()
         n = seq_len[0] * seq_len[1] if isinstance(seq_len, (tuple, list)) else seq_len
         if token_mixer not in ("mixer", "attention"):
@@ -289,8 +291,8 @@ class Encoder(nn.Module):
         rates = [drop_path * i / max(1, n_layers - 1) for i in range(n_layers)]
         self.blocks = nn.ModuleList(
             EncoderLayer(d_model, new_token_mixer(), FeedForward(d_model, d_ff, dropout=dropout),
-                         dropout=dropout, drop_path=rate) for rate in rates)
-        self.norm = nn.LayerNorm(d_model)
+                         dropout=dropout, drop_path=rate, eps=eps) for rate in rates)
+        self.norm = nn.LayerNorm(d_model, eps)
 
     def forward(self, x, mask=None):
         """x (B, n, d) -> (B, n, d); mask as in SelfAttention."""
