@@ -389,6 +389,37 @@ def test_generate_with_and_without_cache(options, positions):
         assert torch.equal(cached[:, :n], prompt)
 
 
+def test_what_the_cache_refuses_it_does_not_remember():
+    """At every level a cache where earlier tokens see later ones, another batch, a mask beside it
+    and one token too many are a ValueError, and leave the cache as it was."""
+    x = torch.randn(2, 5, 12)
+    for module in (GMLPBlock(12, 12, 5, d_attn=4), SpatialGatingUnit(12, 5), TinyAttention(12, 6)):
+        with pytest.raises(ValueError, match="causal=True"):
+            module(x, cache={})
+    model, mask = language_model(seq_len=5, d_attn=4), torch.ones(1, 1, dtype=torch.bool)
+    block, ids, h = model.trunk.blocks[0], torch.randint(11, (2, 5)), torch.randn(2, 5, 10)
+    for module, tokens, cache in (
+        (model, ids, model.new_cache()),
+        (model.trunk, h, model.new_cache()),
+        (block, h, {}),
+        (block.sgu, x, {}),
+        (block.attn, h, {}),
+    ):
+        blocks = cache.blocks if module in (model, model.trunk) else [cache]
+        keyword = dict(caches=blocks) if module is model.trunk else dict(cache=cache)
+        refused = [(tokens[:1, :1], {}, "batch of 1,.* one of 2")]
+        refused += [(tokens[:, :1], dict(mask=mask), "exclude each other")]
+        refused += [(tokens[:, :3], {}, "6 tokens.*5")] * (module is not block.attn)  # takes any n
+        first = module(tokens[:, :3], **keyword)
+        remembered = [{k: rows.shape for k, rows in kept.items()} for kept in blocks]
+        for wrong, options, words in refused:
+            with pytest.raises(ValueError, match=words):
+                module(wrong, **keyword, **options)
+            assert remembered == [{k: r.shape for k, r in kept.items()} for kept in blocks], words
+        steps = torch.cat([first, module(tokens[:, 3:], **keyword)], dim=1)
+        torch.testing.assert_close(steps, module(tokens), rtol=0, atol=1e-5)
+
+
 def test_the_cache_saves_work():
     """With the cache each token passes through the model once, without it again for every later
     one."""
@@ -452,6 +483,18 @@ def test_samples_follow_the_softmax():
     torch.testing.assert_close(drawn.bincount() / 100_000, expected, rtol=0, atol=5e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_k_keeps_exactly_k(dtype):
+    """Of equal logits too, which bfloat16 makes often: the lower ids stay, so that top_k = 1 takes
+    what temperature 0 takes."""
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 3.001, 2.0]]).to(dtype).expand(2000, -1)
+    order = [5, 1, 3, 2, 4, 6, 0] if dtype == torch.float32 else [1, 3, 5, 2, 4, 6, 0]
+    for k in range(1, 8):
+        drawn = gmlp.sample(logits, 1.0, k, None)  # the rarest in 3 % of 2,000 draws
+        assert drawn.unique().tolist() == sorted(order[:k]), k
+    assert torch.equal(gmlp.sample(logits, 0, None, None), gmlp.sample(logits, 1.0, 1, None))
+
+
 def test_generate_is_in_eval_mode_and_gives_the_mode_back():
     """Case 40: dropout sleeps while the model writes, and the mode is what it was. In training
     each kind of it is awake."""
@@ -485,6 +528,18 @@ def test_tiny_attention_is_softmax_attention():
         weights = torch.where(visible, (q @ k.transpose(1, 2) / 2).exp(), 0.0)
         weights = weights / weights.sum(dim=-1, keepdim=True)
         torch.testing.assert_close(attention(x), attention.out(weights @ v))
+
+
+def test_attention_does_not_overflow_in_float16():
+    """q is scaled before the product, in both files: 64 * 40 * 40 would be beyond 65,504."""
+    x = torch.full((1, 3, 64), 40.0, dtype=torch.float16)
+    tiny, full = TinyAttention(64, 6, 64), mixer.SelfAttention(64, 1)
+    for attention, args in ((tiny, [x]), (full, [x] * 3)):
+        attention.half()
+        attention.qkv.weight.data = torch.eye(64).half().repeat(3, 1)  # q, k and v are x
+        if attention is full:
+            attention.qkv.bias.data.zero_()
+        torch.testing.assert_close(attention(*args), attention.out(x), rtol=1e-2, atol=1e-2)
 
 
 def test_a_row_that_may_look_at_nothing_gets_zero_attention():
@@ -857,9 +912,25 @@ def test_causal_token_mlp_sees_all_of_the_past(k):
         jacobian = torch.autograd.functional.jacobian(mlp, torch.randn(m, dtype=torch.float64))
         assert torch.equal(jacobian != 0, torch.ones(m, m, dtype=torch.bool).tril())
     mlp(torch.randn(5, n, dtype=torch.float64)).square().sum().backward()
-    for fc in (mlp.fc1, mlp.fc2):
-        assert (fc.weight.grad != 0).sum() == k * n * (n + 1) // 2
-        assert fc.weight.numel() == k * n * n and (fc.bias.grad != 0).all()
+    for W, b in ((mlp.W1, mlp.b1), (mlp.W2, mlp.b2)):
+        assert (W.grad != 0).sum() == k * n * (n + 1) // 2
+        assert W.numel() == k * n * n and (b.grad != 0).all()
+
+
+def test_causal_token_mlp_starts_as_linear():
+    """Shapes and first numbers are those of nn.Linear, draw by draw; but it holds no nn.Linear,
+    whose weights an optimizer may turn as a whole. Sizes below 1 are refused."""
+    torch.manual_seed(0)
+    mlp = mixer.CausalTokenMLP(7, hidden_per_token=3)
+    torch.manual_seed(0)
+    linears = nn.Sequential(nn.Linear(7, 21), nn.Linear(21, 7))
+    for p, like in zip((mlp.W1, mlp.b1, mlp.W2, mlp.b2), linears.parameters()):
+        torch.testing.assert_close(p, like)
+    assert [name for name, _ in mlp.named_parameters()] == ["W1", "b1", "W2", "b2"]
+    assert [type(m) for m in mlp.modules()] == [mixer.CausalTokenMLP]
+    for sizes in ((0, 2), (12, 0)):
+        with pytest.raises(ValueError, match=f"seq_len = {sizes[0]} .*= {sizes[1]} must be 1"):
+            mixer.CausalTokenMLP(*sizes)
 
 
 def test_causal_token_mlp_prefix():
@@ -888,8 +959,10 @@ def test_toeplitz_token_mlp_is_two_convolutions(causal, n):
         seq_len = grid if len(grid) == 2 else grid[0]
         torch.manual_seed(0)
         mlp = mixer.ToeplitzTokenMLP(seq_len, k, causal=causal)
+        torch.manual_seed(0)
         for w, fan_in in ((mlp.W1, 6), (mlp.W2, 6 * k)):  # at the start, as nn.Linear's
-            assert 0.7 * fan_in**-0.5 < w.abs().max() <= fan_in**-0.5
+            drawn = torch.empty_like(w).uniform_(-(fan_in**-0.5), fan_in**-0.5)
+            torch.testing.assert_close(w, drawn)
         mlp, size = randomise(mlp, scale=1.0).double(), [2 * side - 1 for side in grid]
         ahead = math.prod(size) // 2 if causal else 0  # negative offsets, left out
         assert mlp.W1.shape == mlp.W2.shape == (k, math.prod(size) - ahead)
@@ -1046,8 +1119,8 @@ def test_encoder_options():
         (dict(causal=True), 14),
         (dict(causal=True, d_token=15), 21),
     ):
-        model = encoder_language_model(7, **options)
-        assert model.trunk.blocks[1].token_mixer.mlp.fc1.out_features == hidden
+        mlp = encoder_language_model(7, **options).trunk.blocks[1].token_mixer.mlp
+        assert (mlp.b1 if "causal" in options else mlp.fc1.bias).shape == (hidden,)
     for options, hidden_per_token in ((dict(), 1), (dict(d_token=7), 1), (dict(d_token=8), 2)):
         for causal in (True, False):
             model = encoder_language_model(7, toeplitz=True, causal=causal, **options)
@@ -1343,8 +1416,9 @@ def test_what_stands_in_both_model_files_is_the_same(name):
 
 
 def test_encoder_state_dict_holds_weights_alone():
-    """Case 11: no mask, tril, index or position table is saved; each weight that decays belongs to
-    a Linear, an Embedding or a Conv2d, and the names are the documented ones."""
+    """Case 11: no mask, tril, index or position table is saved; each matrix belongs to a Linear, an
+    Embedding or a Conv2d, or is W1 or W2 of a token perceptron; the names are the documented
+    ones."""
     models = [
         encoder_language_model(causal=c, positions=p, token_mixer=m)
         for c in (True, False)
@@ -1356,9 +1430,11 @@ def test_encoder_state_dict_holds_weights_alone():
         assert model.state_dict().keys() == dict(model.named_parameters()).keys()
         assert not list(model.buffers())
         for module in model.modules():
-            own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
-            assert not own or isinstance(module, (nn.Linear, nn.Embedding, nn.Conv2d))
-    names = {name for name, _ in models[0].trunk.blocks[0].named_parameters()}
+            own = {name for name, p in module.named_parameters(recurse=False) if p.ndim > 1}
+            weights = isinstance(module, (nn.Linear, nn.Embedding, nn.Conv2d))
+            perceptron = isinstance(module, mixer.CausalTokenMLP)
+            assert own == ({"weight"} if weights else {"W1", "W2"} if perceptron else set())
+    names = {name for name, _ in models[-1].trunk.blocks[0].named_parameters()}
     assert names == MIXER_LAYER_PHASES.keys()
     names = [name for name, _ in models[1].trunk.blocks[0].token_mixer.named_children()]
     assert names == ["qkv", "out", "dropout"]
