@@ -350,8 +350,9 @@ def test_fresh_gate_is_near_one():
     for seq_len in (4, 1024):
         for toeplitz in (True, False):
             unit, z = SpatialGatingUnit(12, seq_len, toeplitz=toeplitz), torch.randn(2, seq_len, 12)
-            torch.testing.assert_close(unit(z), z[..., :6], rtol=5e-3, atol=0)
-            assert (unit.b == 1).all() and (unit.W != 0).all()
+            bound = 1.001e-3 * 5**0.5  # init_eps times the largest value of a norm over 6 channels
+            torch.testing.assert_close(unit(z), z[..., :6], rtol=bound, atol=0)
+            assert (unit.b == 1).all() and unit.W.any()  # of a million draws one may well be 0
 
 
 # ----------------------------------------------------------------------- gmlp.py: generation
@@ -380,6 +381,7 @@ def test_generate_with_and_without_cache(options, positions):
     """Greedy text is the same with and without the cache, for short, full and overlong prompts, and
     long after the window is full."""
     model = language_model(seq_len=8, positions=positions, **options)
+    model.double()  # in float32 the two likeliest may be as near as the rounding
     for n in (1, 7, 8, 24):
         prompt = torch.randint(11, (2, n))
         cached, plain = (
@@ -457,7 +459,8 @@ def test_generate_at_its_borders():
     assert torch.equal(greedy, model.generate(prompt, 5, top_k=1))
     draw = lambda **o: model.generate(prompt, 20, generator=torch.Generator().manual_seed(5), **o)
     assert torch.equal(draw(temperature=1e-40), draw(temperature=0))  # too small to divide by
-    assert torch.equal(draw(), draw(top_k=200)) and not torch.equal(draw(), draw(top_k=2))
+    assert torch.equal(draw(), draw(top_k=200))
+    assert not torch.equal(draw(temperature=99), draw(temperature=99, top_k=2))  # (2/11)^40
     assert torch.equal(model.generate(prompt, 0), prompt)
     for bad in (dict(temperature=-1), dict(top_k=0)):
         with pytest.raises(ValueError, match="generate takes"):
@@ -480,7 +483,8 @@ def test_samples_follow_the_softmax():
         logits.expand(100_000, 3), 0.5, None, torch.Generator().manual_seed(0)
     ).flatten()
     expected = (logits[0] / 0.5).softmax(dim=0)
-    torch.testing.assert_close(drawn.bincount() / 100_000, expected, rtol=0, atol=5e-3)
+    # 9 standard deviations
+    torch.testing.assert_close(drawn.bincount() / 100_000, expected, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -499,9 +503,9 @@ def test_generate_is_in_eval_mode_and_gives_the_mode_back():
     """Case 40: dropout sleeps while the model writes, and the mode is what it was. In training
     each kind of it is awake."""
     prompt = torch.randint(11, (2, 3))
-    for options in (dict(dropout=0.5), dict(drop_path=0.5)):
-        model = language_model(**options).train()
-        assert not torch.equal(model(prompt), model(prompt)), options
+    for options in (dict(dropout=0.5), dict(drop_path=1.0)):  # 1.0: the last block drops all
+        model = language_model(**options)
+        assert not torch.equal(model(prompt), model.train()(prompt)), options
     model = language_model(dropout=0.5, drop_path=0.5)
     calm = model.generate(prompt, 9, temperature=0)
     assert not model.training
@@ -557,10 +561,11 @@ def test_drop_path():
     """Case 13: per sample, divided by 1 - p, idle in eval mode, zeros at p = 1, linear over depth;
     one layer drops nothing."""
     torch.manual_seed(0)
-    x = torch.randn(2000, 3, 4)
+    x = 1 + torch.rand(2000, 3, 4)  # nothing is 0 by itself
     y = DropPath(0.25)(x)
     kept = (y != 0).flatten(1)
-    assert torch.equal(kept.any(dim=1), kept.all(dim=1)) and 0.7 < kept.float().mean() < 0.8
+    assert torch.equal(kept.any(dim=1), kept.all(dim=1))
+    assert 0.7 < kept.float().mean() < 0.8  # 5 standard deviations of 2,000 draws
     torch.testing.assert_close(y[kept.all(dim=1)], x[kept.all(dim=1)] / 0.75)
     assert torch.equal(DropPath(0.25).eval()(x), x) and torch.equal(DropPath(0.0)(x), x)
     x.requires_grad_()
@@ -755,8 +760,8 @@ def test_mixer_mixes_tokens_and_leaves_channels_apart():
     other channel or sample."""
     torch.manual_seed(0)
     B, n, d, t = 3, 7, 5, 11
-    token_mixer = randomise(mixer.MLPMixer(mixer.FeedForward(n, t)))
-    x = torch.randn(B, n, d)
+    token_mixer = randomise(mixer.MLPMixer(mixer.FeedForward(n, t))).double()
+    x = torch.randn(B, n, d, dtype=torch.float64)  # float32 may round a change away
     y = x.clone()
     y[1, 2, 3] += 1.0
     changed = token_mixer(x, x, x) != token_mixer(y, y, y)
@@ -985,14 +990,14 @@ def test_toeplitz_token_mlp_in_a_mixer():
     with torch.no_grad():
         for w in (mlp.W1, mlp.W2):
             w *= (torch.arange(-11, 12).abs() < 3).float()
-    token_mixer, x = mixer.MLPMixer(mlp), torch.zeros(3, 12, 5)
+    token_mixer, x = mixer.MLPMixer(mlp).double(), torch.zeros(3, 12, 5, dtype=torch.float64)
     x[:, 3:6] = torch.randn(3, 3, 5)
     zero, here, there = (token_mixer.mix(v) for v in (x * 0, x, x.roll(2, 1)))
     torch.testing.assert_close((there - zero)[:, 2:], (here - zero)[:, :-2])
     assert (here - zero)[:, 3:6].abs().min() > 0
     for n in (0, 13):
         with pytest.raises(ValueError, match=f"{n} tokens.*seq_len = 12"):
-            token_mixer.mix(torch.randn(3, n, 5))
+            token_mixer.mix(x.new_zeros(3, n, 5))
     for sizes in ((0, 2), (12, 0), ((3, 0), 2)):
         with pytest.raises(ValueError, match="must be 1 or more"):
             mixer.ToeplitzTokenMLP(*sizes)
@@ -1159,7 +1164,7 @@ def test_encoder_positions():
 def test_encoder_window_slides_by_half(options):
     """The next token comes from the last seq_len of the prompt; a full window is halved; at
     seq_len 1 one token is left."""
-    model = encoder_language_model(8, causal=True, positions="learned", **options)
+    model = encoder_language_model(8, causal=True, positions="learned", **options).double()
     ids = torch.randint(11, (1, 20))
     text = model.generate(ids, 6, temperature=0)
     assert torch.equal(text[:, :20], ids)
@@ -1212,7 +1217,8 @@ def test_encoder_generate_at_its_borders():
     greedy = model.generate(prompt, 5, temperature=0)
     assert torch.equal(greedy, model.generate(prompt, 5, top_k=1))
     draw = lambda **o: model.generate(prompt, 20, generator=torch.Generator().manual_seed(5), **o)
-    assert torch.equal(draw(), draw(top_k=200)) and not torch.equal(draw(), draw(top_k=2))
+    assert torch.equal(draw(), draw(top_k=200))
+    assert not torch.equal(draw(temperature=99), draw(temperature=99, top_k=2))  # (2/11)^40
     assert torch.equal(model.generate(prompt, 0), prompt)
     peer = gmlp.GMLPLanguageModel(11, 16, 10, 12, 1)
     for ids, bad in ((prompt, dict(temperature=-1)), (prompt, dict(top_k=0)), (prompt[:, :0], {})):
@@ -1231,9 +1237,9 @@ def test_encoder_generate_is_in_eval_mode_and_gives_the_mode_back():
     each kind of it is awake."""
     prompt = torch.randint(11, (2, 3))
     for token_mixer in ("mixer", "attention"):
-        for options in (dict(dropout=0.5), dict(drop_path=0.5)):
-            model = encoder_language_model(token_mixer=token_mixer, **options).train()
-            assert not torch.equal(model(prompt), model(prompt)), options
+        for options in (dict(dropout=0.5), dict(drop_path=1.0)):  # 1.0: the last block drops all
+            model = encoder_language_model(token_mixer=token_mixer, **options)
+            assert not torch.equal(model(prompt), model.train()(prompt)), options
         model = encoder_language_model(
             causal=True, dropout=0.5, drop_path=0.5, token_mixer=token_mixer
         )
@@ -1252,6 +1258,12 @@ def torch_encoder(**options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # on nested tensors that this layout has no use for
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(**sizes), num_layers=3)
+
+
+def assert_learns(mlp):
+    """A gradient far above rounding reaches T, but for fc2.bias, which the next norm takes out."""
+    for p in (mlp.fc1.weight, mlp.fc1.bias, mlp.fc2.weight):
+        assert p.grad.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -1282,9 +1294,10 @@ def test_replace_attention_in_torch_encoder(batch_first, norm_first):
             torch.testing.assert_close(out if batch_first else out.transpose(0, 1), y)
     unbatched = model(x[0])
     torch.testing.assert_close(unbatched, y[0])
-    model.train()(x if batch_first else x.transpose(0, 1)).square().sum().backward()
+    out = model.train()(x if batch_first else x.transpose(0, 1))
+    (out * torch.randn(out.shape)).sum().backward()  # squares of a norm's output sum to a constant
     for layer in model.layers:
-        assert all(p.grad.abs().sum() > 0 for p in layer.self_attn.parameters())
+        assert_learns(layer.self_attn.mlp)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -1366,12 +1379,9 @@ def test_replace_attention_in_torchvision():
         logits = model.train(training)(images)
         assert logits.shape == (3, 5) and logits.isfinite().all()
     logits.square().sum().backward()
-    assert all(
-        p.grad.abs().sum() > 0
-        for m in model.modules()
-        if isinstance(m, mixer.MLPMixer)
-        for p in m.parameters()
-    )
+    for module in model.modules():
+        if isinstance(module, mixer.MLPMixer):
+            assert_learns(module.mlp)
     with torch.device("meta"):
         model = vit_b_16()
         assert mixer.replace_attention(model, 197) == 12
