@@ -24,12 +24,13 @@ class GMLPBlock(nn.Module):
     """X + S V (paper, figure 1). With d_attn, the width of a tiny attention, it is aMLP (section
     4.3): S = Z1 * (W norm(Z2) + b + attention(norm(X))).
     dropout acts on what the block adds, element by element; drop_path drops it for whole samples.
+    eps is that of norm(X); timm's weights want 1e-6 here, and 1e-5 in the gate, which has no other.
     """
 
     def __init__(self, d_model, d_ffn, seq_len, *, causal=False, toeplitz=False, n_heads=1,
-                 d_attn=None, dropout=0.0, drop_path=0.0):
+                 d_attn=None, dropout=0.0, drop_path=0.0, eps=1e-5):
         super().__init__()
-        self.norm = nn.LayerNorm(d_model)
+        self.norm = nn.LayerNorm(d_model, eps)
         self.proj_in = nn.Linear(d_model, d_ffn)  # U
         self.sgu = SpatialGatingUnit(
             d_ffn, seq_len, causal=causal, toeplitz=toeplitz, n_heads=n_heads)
@@ -42,6 +43,7 @@ class GMLPBlock(nn.Module):
 
     def forward(self, x, mask=None, cache=None):
         """x (B, n, d) -> (B, n, d); mask and cache as in SpatialGatingUnit."""
+        self.sgu.check(x, mask, cache)  # before attention remembers what the gate refuses
         normed = self.norm(x)
         z = F.gelu(self.proj_in(normed))  # (B, n, f)
         attended = None if self.attn is None else self.attn(normed, mask, cache)  # (B, n, f/2)
@@ -82,9 +84,9 @@ class SpatialGatingUnit(nn.Module):
 
         mask, boolean (n, n) or (B, n, n): row i may look at column j. gate_residual (B, n, f/2) is
         added to the gate. cache, a dict, for causal gates: z follows the tokens it remembers, and
-        joins them. ValueError for a wrong n or mask.
+        joins them. ValueError for a wrong n, mask or cache, which then stays as it was.
         """
-        check_mask(mask, z, cache)
+        self.check(z, mask, cache)
         z1, z2 = z.chunk(2, dim=-1)  # (B, n, f/2) each
         keep = self.seq_len - 1 if self.unbounded else None  # no token looks back farther
         z2 = remember(cache, "z2", self.norm(z2), keep)  # (B, total, f/2), total = past + n
@@ -100,12 +102,20 @@ class SpatialGatingUnit(nn.Module):
             gate = gate + gate_residual
         return z1 * gate
 
+    def check(self, x, mask, cache):
+        """ValueError unless the gate takes x (B, n, ...) with this mask and cache."""
+        past = check_inputs(x, mask, cache, "z2", self.causal)
+        self.check_length(past + x.shape[1])
+
+    def check_length(self, n):
+        if n < 1 or (n > self.seq_len and not self.unbounded):
+            raise ValueError(f"got {n} tokens, the gate takes 1 to seq_len = {self.seq_len}")
+
     def matrix(self, n=None, past=0):
         """W as applied to n tokens (default seq_len), without its first `past` rows: (h, n - past,
         n). ValueError for an n that the gate does not take."""
         n = self.seq_len if n is None else n
-        if n < 1 or (n > self.seq_len and not self.unbounded):
-            raise ValueError(f"got {n} tokens, the gate takes 1 to seq_len = {self.seq_len}")
+        self.check_length(n)
         if self.unbounded:
             return toeplitz_1d(self.W, n, self.seq_len, self.causal, past)
         W = toeplitz_2d(self.W, *self.grid) if self.toeplitz else self.W  # (h, seq_len, seq_len)
@@ -143,16 +153,21 @@ def remember(cache, name, rows, keep):
     return rows
 
 
-def check_mask(mask, x, cache):
-    """ValueError unless mask is None or says for x (B, n, ...) who may look at whom."""
-    if mask is None:
-        return
+def check_inputs(x, mask, cache, name, causal):
+    """The number of tokens whose rows the cache holds under name. ValueError unless mask, None or
+    boolean, says for x (B, n, ...) who may look at whom, and cache, None or a dict, fits x."""
     B, n = x.shape[:2]
-    if mask.dtype != torch.bool or mask.shape not in ((n, n), (B, n, n)):
+    if mask is not None and cache is not None:
+        raise ValueError("mask and cache exclude each other: a cached model sees all of the past")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape not in ((n, n), (B, n, n))):
         raise ValueError(f"mask must be boolean of shape {(n, n)} or {(B, n, n)}, "
                          f"got {mask.dtype} of shape {tuple(mask.shape)}")
-    if cache is not None:
-        raise ValueError("mask and cache exclude each other: a cached model sees all of the past")
+    if cache is not None and not causal:
+        raise ValueError("a cache needs causal=True: here earlier tokens see later ones")
+    rows = (cache or {}).get(name, x[:, :0])  # (B, m, ...)
+    if len(rows) != B:
+        raise ValueError(f"got a batch of {B}, the cache remembers one of {len(rows)}")
+    return rows.shape[1]
 
 
 class TinyAttention(nn.Module):
@@ -172,7 +187,7 @@ class TinyAttention(nn.Module):
 
         A row that may look at nothing gets zero attention: the bias of out is left.
         """
-        check_mask(mask, x, cache)
+        check_inputs(x, mask, cache, "k", self.causal)
         q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, n, d_attn) each
         keep = None if self.window is None else self.window - 1
         k = remember(cache, "k", k, keep)  # (B, total, d_attn)
@@ -188,7 +203,7 @@ class TinyAttention(nn.Module):
         if mask is not None:
             visible = visible & mask  # (n, n) or (B, n, n)
         blind = ~visible.any(dim=-1, keepdim=True)  # (n, 1) or (B, n, 1): softmax would give NaN
-        scores = q @ k.mT * self.d_attn**-0.5  # (B, n, total)
+        scores = q * self.d_attn**-0.5 @ k.mT  # (B, n, total); scaled late, float16 overflows
         scores = scores.masked_fill(~(visible | blind), float("-inf"))
         weights = scores.softmax(dim=-1).masked_fill(blind, 0.0)
         return self.out(weights @ v)
@@ -217,12 +232,14 @@ class GMLP(nn.Module):
     """The trunk: n_layers blocks, LayerNorm. DropPath grows from 0 to drop_path over the depth; the
     other block_options: see GMLPBlock."""
 
-    def __init__(self, n_layers, d_model, d_ffn, seq_len, *, drop_path=0.0, **block_options):
+    def __init__(self, n_layers, d_model, d_ffn, seq_len, *, drop_path=0.0, eps=1e-5,
+                 **block_options):
         super().__init__()
         rates = [drop_path * i / max(1, n_layers - 1) for i in range(n_layers)]
         self.blocks = nn.ModuleList(
-            GMLPBlock(d_model, d_ffn, seq_len, drop_path=rate, **block_options) for rate in rates)
-        self.norm = nn.LayerNorm(d_model)
+            GMLPBlock(d_model, d_ffn, seq_len, drop_path=rate, eps=eps, **block_options)
+            for rate in rates)
+        self.norm = nn.LayerNorm(d_model, eps)
 
     def forward(self, x, mask=None, caches=None):
         """x (B, n, d) -> (B, n, d); caches holds one dict per block."""
@@ -278,8 +295,6 @@ class GMLPLanguageModel(nn.Module):
         if n < 1 or (start + n > self.seq_len and not self.unbounded):
             total = start + n if n else 0
             raise ValueError(f"got {total} tokens, the model takes 1 to seq_len = {self.seq_len}")
-        if cache is not None and not self.causal:
-            raise ValueError("a cache needs causal=True: here earlier tokens see later ones")
         x = self.embedding(ids)  # (B, n, d)
         if self.positions is not None:
             places = torch.arange(start, start + n, device=ids.device)
@@ -355,8 +370,10 @@ def sample(logits, temperature, top_k, generator):
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < kth, float("-inf"))
+        # of equal logits the lower ids, as argmax does: k candidates, not k and their ties
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        kept = torch.full_like(logits, float("-inf"))
+        logits = kept.scatter(-1, ids[:, :top_k], values[:, :top_k])
     logits = logits - logits.max(dim=-1, keepdim=True).values  # no NaN at a small temperature
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 

@@ -42,16 +42,17 @@ class MLPMixer(nn.Module):
     """The first half of a layer, T(X^T)^T: any mlp, applied over the tokens and called like
     self-attention (paper, section 2).
 
-    It takes exactly the n of its mlp: the in_features of the mlp's first nn.Linear. Fewer tokens
-    are for CausalTokenMLP, ToeplitzTokenMLP and PaddedMixer.
+    It takes exactly the n of its mlp: the in_features of the mlp's first nn.Linear. An mlp without
+    nn.Linear sees to its own length. Fewer tokens are for CausalTokenMLP, ToeplitzTokenMLP and
+    PaddedMixer. The last bias of T (fc2.bias, b2) adds one number to all channels of a token, which
+    every later LayerNorm takes out again: without dropout its gradient is rounding noise.
     """
 
     def __init__(self, mlp):
         super().__init__()
         self.mlp = mlp
         layers = [m for m in mlp.modules() if isinstance(m, nn.Linear)]
-        checks_itself = isinstance(mlp, CausalTokenMLP) or not layers
-        self.n_tokens = None if checks_itself else layers[0].in_features
+        self.n_tokens = layers[0].in_features if layers else None
 
     def forward(self, query, key, value, mask=None):
         """query (B, n, d) -> (B, n, d). ValueError for another key or value, a mask, a wrong n."""
@@ -71,14 +72,16 @@ class MLPMixer(nn.Module):
 class EncoderLayer(nn.Module):
     """X + token_mixer(norm(X)), then Y + feed_forward(norm(Y)): a layer of a Mixer or Transformer.
 
-    dropout acts on what either adds, element by element; drop_path drops it for whole samples.
+    dropout acts on what either adds, element by element; drop_path drops it for whole samples. eps
+    is that of both norms; timm's weights want 1e-6.
     """
 
-    def __init__(self, d_model, token_mixer, feed_forward, *, dropout=0.0, drop_path=0.0):
+    def __init__(self, d_model, token_mixer, feed_forward, *, dropout=0.0, drop_path=0.0,
+                 eps=1e-5):
         super().__init__()
-        self.norm1 = nn.LayerNorm(d_model)
+        self.norm1 = nn.LayerNorm(d_model, eps)
         self.token_mixer = token_mixer
-        self.norm2 = nn.LayerNorm(d_model)
+        self.norm2 = nn.LayerNorm(d_model, eps)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path)
@@ -141,26 +144,32 @@ class CausalTokenMLP(nn.Module):
 
     As in MADE (Germain et al. 2015, arXiv:1502.03509) each hidden unit belongs to a position:
     position j owns k = hidden_per_token of them. They read the tokens up to j, and output i reads
-    the units of the positions up to i. So k * seq_len * (seq_len + 1) / 2 numbers of each weight
-    count, the rest is multiplied by 0. n < seq_len tokens use the upper left corner of both.
+    the units of the positions up to i. So k * seq_len * (seq_len + 1) / 2 numbers of W1 and of W2
+    count, the rest is multiplied by 0. n < seq_len tokens use the upper left corner of both. They
+    are no nn.Linear: an optimizer that turns whole matrices (Muon) would mix in the dead half.
     """
 
     def __init__(self, seq_len, hidden_per_token=2):
         super().__init__()
-        self.seq_len, self.hidden_per_token = seq_len, hidden_per_token
-        self.fc1 = nn.Linear(seq_len, seq_len * hidden_per_token)
-        self.fc2 = nn.Linear(seq_len * hidden_per_token, seq_len)
+        self.seq_len, self.hidden_per_token = n, k = seq_len, hidden_per_token
+        if n < 1 or k < 1:
+            raise ValueError(f"seq_len = {n} and hidden_per_token = {k} must be 1 or more")
+        reach1, reach2 = n ** -0.5, (n * k) ** -0.5  # all start as an nn.Linear's
+        self.W1 = nn.Parameter(torch.empty(n * k, n).uniform_(-reach1, reach1))
+        self.b1 = nn.Parameter(torch.empty(n * k).uniform_(-reach1, reach1))
+        self.W2 = nn.Parameter(torch.empty(n, n * k).uniform_(-reach2, reach2))
+        self.b2 = nn.Parameter(torch.empty(n).uniform_(-reach2, reach2))
 
     def forward(self, x):
         """x (..., n) -> (..., n), 1 <= n <= seq_len: else ValueError."""
         n, k = x.shape[-1], self.hidden_per_token
         if not 1 <= n <= self.seq_len:
             raise ValueError(f"got {n} tokens, CausalTokenMLP takes 1 to seq_len = {self.seq_len}")
-        visible = torch.ones_like(self.fc1.weight[:n, :n]).tril()  # (n, n): 1 where i may look at j
-        w1 = self.fc1.weight[:n * k, :n] * visible.repeat_interleave(k, dim=0)  # (nk, n)
-        w2 = self.fc2.weight[:n, :n * k] * visible.repeat_interleave(k, dim=1)  # (n, nk)
-        hidden = F.gelu(F.linear(x, w1, self.fc1.bias[:n * k]))  # (..., nk)
-        return F.linear(hidden, w2, self.fc2.bias[:n])  # (..., n)
+        visible = torch.ones_like(self.W1[:n, :n]).tril()  # (n, n): 1 where i may look at j
+        W1 = self.W1[:n * k, :n] * visible.repeat_interleave(k, dim=0)  # (nk, n)
+        W2 = self.W2[:n, :n * k] * visible.repeat_interleave(k, dim=1)  # (n, nk)
+        hidden = F.gelu(F.linear(x, W1, self.b1[:n * k]))  # (..., nk)
+        return F.linear(hidden, W2, self.b2[:n])  # (..., n)
 
 
 class ToeplitzTokenMLP(nn.Module):
@@ -264,7 +273,7 @@ class Encoder(nn.Module):
 
     def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", toeplitz=False,
                  d_token=None, n_heads=8, causal=False, positions=None, dropout=0.0,
-                 drop_path=0.0):
+                 drop_path=0.0, eps=1e-5):
         super().__init__()
         n = seq_len[0] * seq_len[1] if isinstance(seq_len, (tuple, list)) else seq_len
         if token_mixer not in ("mixer", "attention"):
@@ -289,8 +298,8 @@ class Encoder(nn.Module):
         rates = [drop_path * i / max(1, n_layers - 1) for i in range(n_layers)]
         self.blocks = nn.ModuleList(
             EncoderLayer(d_model, new_token_mixer(), FeedForward(d_model, d_ff, dropout=dropout),
-                         dropout=dropout, drop_path=rate) for rate in rates)
-        self.norm = nn.LayerNorm(d_model)
+                         dropout=dropout, drop_path=rate, eps=eps) for rate in rates)
+        self.norm = nn.LayerNorm(d_model, eps)
 
     def forward(self, x, mask=None):
         """x (B, n, d) -> (B, n, d); mask as in SelfAttention."""
@@ -374,8 +383,10 @@ def sample(logits, temperature, top_k, generator):
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is not None:
-        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
-        logits = logits.masked_fill(logits < kth, float("-inf"))
+        # of equal logits the lower ids, as argmax does: k candidates, not k and their ties
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        kept = torch.full_like(logits, float("-inf"))
+        logits = kept.scatter(-1, ids[:, :top_k], values[:, :top_k])
     logits = logits - logits.max(dim=-1, keepdim=True).values  # no NaN at a small temperature
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
