@@ -3,10 +3,9 @@
     Y = X + T(norm(X)^T)^T        T: Linear(n, t), GELU, Linear(t, n)   tokens meet, channels do not
     Z = Y + C(norm(Y))            C: Linear(d, f), GELU, Linear(f, d)   each token alone
 
-B batch, n tokens, d = d_model, t = d_token (d/2), f = d_ff (4d in the paper);
-X, Y, Z (B, n, d). T fixes n, and lets every token see every other. Its cost, 2 n * t * d
-multiply-adds a layer, is linear in n where attention is quadratic, while t does not grow with n
-(in CausalTokenMLP and ToeplitzTokenMLP it does).
+B batch, n tokens, d = d_model, t = d_token (d/2), f = d_ffn (4d in the paper); X, Y, Z (B, n, d).
+T fixes n, and lets every token hear every other. It costs 2 n * t * d multiply-adds a layer: linear
+in n, where attention is quadratic, unless t grows with n (as in the TokenMLPs below).
 
 A Transformer's layer differs in one thing, attention in the place of T. Both are called alike, so
 that swapping them is one argument:
@@ -14,10 +13,10 @@ that swapping them is one argument:
     EncoderLayer(d, MLPMixer(FeedForward(n, t)), FeedForward(d, f))     # MLP-Mixer
     EncoderLayer(d, SelfAttention(d, n_heads),   FeedForward(d, f))     # Transformer
 
-Beyond the paper: a T that never looks ahead (CausalTokenMLP), one that treats all places alike
-(ToeplitzTokenMLP), texts shorter than n (PaddedMixer), positions, dropout, and replace_attention
-for other people's models. Unlike the paper's code: exact GELU, and a head that does not start at
-zero. Imports torch alone.
+Unlike the paper's code: exact GELU, and a head that does not start at zero. Beyond the paper: text,
+positions, dropout; and at the end a T that never looks ahead (CausalTokenMLP), one that treats all
+places alike (ToeplitzTokenMLP), one for fewer than n tokens (PaddedMixer), and replace_attention
+for other people's models. Imports torch alone.
 """
 import torch
 import torch.nn.functional as F
@@ -39,13 +38,11 @@ class FeedForward(nn.Module):
 
 
 class MLPMixer(nn.Module):
-    """The first half of a layer, T(X^T)^T: any mlp, applied over the tokens and called like
-    self-attention (paper, section 2).
+    """T(X^T)^T (paper, section 2): half a layer, although elsewhere the name means the whole model.
 
-    It takes exactly the n of its mlp: the in_features of the mlp's first nn.Linear. An mlp without
-    nn.Linear sees to its own length. Fewer tokens are for CausalTokenMLP, ToeplitzTokenMLP and
-    PaddedMixer. The last bias of T (fc2.bias, b2) adds one number to all channels of a token, which
-    every later LayerNorm takes out again: without dropout its gradient is rounding noise.
+    T is any mlp over the last axis. It fixes n by the in_features of its first nn.Linear; without
+    one it sees to that itself. Its last bias adds one number to all channels of a token: each later
+    LayerNorm takes that out again, so its gradient is rounding noise.
     """
 
     def __init__(self, mlp):
@@ -54,9 +51,9 @@ class MLPMixer(nn.Module):
         layers = [m for m in mlp.modules() if isinstance(m, nn.Linear)]
         self.n_tokens = layers[0].in_features if layers else None
 
-    def forward(self, query, key, value, mask=None):
+    def forward(self, query, key=None, value=None, mask=None):
         """query (B, n, d) -> (B, n, d). ValueError for another key or value, a mask, a wrong n."""
-        if key is not query or value is not query or mask is not None:
+        if any(x is not None and x is not query for x in (key, value)) or mask is not None:
             raise ValueError("a Mixer mixes the tokens of query: it takes no other key or value "
                              "and no mask; the causal variant is MLPMixer(CausalTokenMLP(seq_len))")
         return self.mix(query)
@@ -71,182 +68,29 @@ class MLPMixer(nn.Module):
 
 class EncoderLayer(nn.Module):
     """X + token_mixer(norm(X)), then Y + feed_forward(norm(Y)): a layer of a Mixer or Transformer.
-
     dropout acts on what either adds, element by element; drop_path drops it for whole samples. eps
-    is that of both norms; timm's weights want 1e-6.
-    """
+    is that of both norms: timm's weights have 1e-6."""
 
-    def __init__(self, d_model, token_mixer, feed_forward, *, dropout=0.0, drop_path=0.0,
-                 eps=1e-5):
+    def __init__(self, d_model, token_mixer, feed_forward, *, dropout=0.0, drop_path=0.0, eps=1e-5):
         super().__init__()
-        self.norm1 = nn.LayerNorm(d_model, eps)
+        self.norm1 = nn.LayerNorm(d_model, eps=eps)
         self.token_mixer = token_mixer
-        self.norm2 = nn.LayerNorm(d_model, eps)
+        self.norm2 = nn.LayerNorm(d_model, eps=eps)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x, mask=None):
         """x (B, n, d) -> (B, n, d); mask as in SelfAttention, refused by a Mixer."""
-        h = self.norm1(x)
+        h = self.norm1(x)  # called like nn.MultiheadAttention, so that either fits:
         x = x + self.drop_path(self.dropout(self.token_mixer(h, h, h, mask)))
         return x + self.drop_path(self.dropout(self.feed_forward(self.norm2(x))))
-
-
-class SelfAttention(nn.Module):
-    """What a Mixer replaces: softmax(Q K^T / sqrt(c)) V, in h heads of c = d/h channels.
-
-    Vaswani et al. 2017 (arXiv:1706.03762), section 3.2. dropout acts on the attention weights.
-    """
-
-    def __init__(self, d_model, n_heads, *, causal=False, dropout=0.0):
-        super().__init__()
-        if d_model % n_heads:
-            raise ValueError(f"d_model = {d_model} is no multiple of n_heads = {n_heads}")
-        self.n_heads, self.causal = n_heads, causal
-        self.qkv = nn.Linear(d_model, 3 * d_model)
-        self.out = nn.Linear(d_model, d_model)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, query, key, value, mask=None):
-        """query (B, n, d) -> (B, n, d), any n. ValueError for another key or value, a wrong mask.
-
-        mask, boolean (n, n) or (B, n, n): row i may look at column j. A row that may look at
-        nothing gets zero attention: the bias of out is left.
-        """
-        if key is not query or value is not query:
-            raise ValueError("SelfAttention takes query again as key and as value")
-        B, n = query.shape[:2]
-        if mask is not None and (mask.dtype != torch.bool or mask.shape not in ((n, n), (B, n, n))):
-            raise ValueError(f"mask must be boolean of shape {(n, n)} or {(B, n, n)}, "
-                             f"got {mask.dtype} of shape {tuple(mask.shape)}")
-        qkv = self.qkv(query).unflatten(-1, (3, self.n_heads, -1))  # (B, n, 3, h, c)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, h, n, c) each
-        if query.is_cuda and mask is None:  # the best kernel there; slow on CPUs for small heads
-            p = self.dropout.p if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
-        else:
-            visible = torch.ones(n, n, dtype=torch.bool, device=query.device)
-            visible = visible.tril() if self.causal else visible
-            if mask is not None:
-                visible = visible & mask.unsqueeze(-3)  # (1, n, n) or (B, 1, n, n)
-            blind = ~visible.any(dim=-1, keepdim=True)  # (..., n, 1): softmax would give NaN
-            hidden = ~(visible | blind)
-            bias = q.new_zeros(hidden.shape).masked_fill(hidden, float("-inf"))
-            scores = q * q.shape[-1] ** -0.5 @ k.mT + bias  # (B, h, n, n)
-            weights = self.dropout(scores.softmax(dim=-1))
-            y = (weights @ v).masked_fill(blind, 0.0)  # (B, h, n, c)
-        return self.out(y.transpose(1, 2).flatten(2))  # (B, n, d)
-
-
-class CausalTokenMLP(nn.Module):
-    """A T for MLPMixer that never looks ahead: output i depends on inputs j <= i alone.
-
-    As in MADE (Germain et al. 2015, arXiv:1502.03509) each hidden unit belongs to a position:
-    position j owns k = hidden_per_token of them. They read the tokens up to j, and output i reads
-    the units of the positions up to i. So k * seq_len * (seq_len + 1) / 2 numbers of W1 and of W2
-    count, the rest is multiplied by 0. n < seq_len tokens use the upper left corner of both. They
-    are no nn.Linear: an optimizer that turns whole matrices (Muon) would mix in the dead half.
-    """
-
-    def __init__(self, seq_len, hidden_per_token=2):
-        super().__init__()
-        self.seq_len, self.hidden_per_token = n, k = seq_len, hidden_per_token
-        if n < 1 or k < 1:
-            raise ValueError(f"seq_len = {n} and hidden_per_token = {k} must be 1 or more")
-        reach1, reach2 = n ** -0.5, (n * k) ** -0.5  # all start as an nn.Linear's
-        self.W1 = nn.Parameter(torch.empty(n * k, n).uniform_(-reach1, reach1))
-        self.b1 = nn.Parameter(torch.empty(n * k).uniform_(-reach1, reach1))
-        self.W2 = nn.Parameter(torch.empty(n, n * k).uniform_(-reach2, reach2))
-        self.b2 = nn.Parameter(torch.empty(n).uniform_(-reach2, reach2))
-
-    def forward(self, x):
-        """x (..., n) -> (..., n), 1 <= n <= seq_len: else ValueError."""
-        n, k = x.shape[-1], self.hidden_per_token
-        if not 1 <= n <= self.seq_len:
-            raise ValueError(f"got {n} tokens, CausalTokenMLP takes 1 to seq_len = {self.seq_len}")
-        visible = torch.ones_like(self.W1[:n, :n]).tril()  # (n, n): 1 where i may look at j
-        W1 = self.W1[:n * k, :n] * visible.repeat_interleave(k, dim=0)  # (nk, n)
-        W2 = self.W2[:n, :n * k] * visible.repeat_interleave(k, dim=1)  # (n, nk)
-        hidden = F.gelu(F.linear(x, W1, self.b1[:n * k]))  # (..., nk)
-        return F.linear(hidden, W2, self.b2[:n])  # (..., n)
-
-
-class ToeplitzTokenMLP(nn.Module):
-    """A T for MLPMixer that treats all places alike: its weights depend on offsets i - j alone.
-
-    Each token owns k = hidden_per_token hidden units. Two convolutions that reach over the whole
-    text join tokens, units and outputs:
-
-        u[r, i] = gelu(b1[r] + sum over j of W1[r, i - j] x[j])      unit r of token i
-        y[i]    = b2 + sum over r and j of W2[r, i - j] u[r, j]      output i
-
-    seq_len is the largest n, or a grid (rows, columns) of which the n tokens are a prefix in raster
-    order, with offsets of row and column. causal: the sums end at j = i. A free T of t = k n units
-    has k n^2 weights each way, this one k per offset; the operations are as many.
-    """
-
-    def __init__(self, seq_len, hidden_per_token=1, *, causal=False):
-        super().__init__()
-        self.grid = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (1, seq_len)
-        self.causal = causal
-        self.seq_len = n = self.grid[0] * self.grid[1]
-        k = hidden_per_token
-        if n < 1 or k < 1:
-            raise ValueError(f"seq_len = {n} and hidden_per_token = {k} must be 1 or more")
-        self.n_ahead = 2 * n - sum(self.grid)  # offsets of tokens j > i; those of j < i are as many
-        n_offsets = self.n_ahead + 1 if causal else 2 * self.n_ahead + 1
-        reach1, reach2 = n ** -0.5, (n * k) ** -0.5  # the weights start as an nn.Linear's
-        self.W1 = nn.Parameter(torch.empty(k, n_offsets).uniform_(-reach1, reach1))
-        self.b1 = nn.Parameter(torch.zeros(k, 1))
-        self.W2 = nn.Parameter(torch.empty(k, n_offsets).uniform_(-reach2, reach2))
-        self.b2 = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        """x (..., n) -> (..., n), 1 <= n <= seq_len: else ValueError."""
-        n = x.shape[-1]
-        if not 1 <= n <= self.seq_len:
-            raise ValueError(
-                f"got {n} tokens, ToeplitzTokenMLP takes 1 to seq_len = {self.seq_len}")
-        W1, W2 = self.matrix(self.W1, n), self.matrix(self.W2, n)  # (k, n, n)
-        u = F.gelu(F.linear(x, W1.flatten(0, 1), self.b1.expand(-1, n).flatten()))  # (..., kn)
-        return F.linear(u, W2.transpose(0, 1).flatten(1), self.b2.expand(n))  # (..., n)
-
-    def matrix(self, w, n):
-        """w (k, n_offsets), by rising offset -> (k, n, n), w[r, i - j] in row i and column j."""
-        if self.causal:
-            w = F.pad(w, (self.n_ahead, 0))  # tokens ahead weigh nothing
-        return toeplitz_2d(w, *self.grid)[:, :n, :n]
-
-
-def toeplitz_2d(w, rows, columns):
-    """w (h, (2 rows - 1) (2 columns - 1)), by rising offset of row and column -> (h, seq_len,
-    seq_len)."""
-    w = w.unflatten(-1, (2 * rows - 1, 2 * columns - 1))  # (h, 2 rows - 1, 2 columns - 1)
-    W = w.unfold(1, rows, 1).unfold(2, columns, 1).flip(-2, -1)  # (h, rows, columns, rows, columns)
-    return W.flatten(3).flatten(1, 2)  # (h, seq_len, seq_len)
-
-
-class PaddedMixer(MLPMixer):
-    """An MLPMixer for 1 <= n <= n_tokens: zeros stand for the missing tokens, on the right."""
-
-    def __init__(self, mlp):
-        super().__init__(mlp)
-        if self.n_tokens is None:
-            raise ValueError(f"{type(mlp).__name__} does not tell how many tokens to pad to; if it "
-                             "takes fewer by itself, use an MLPMixer")
-
-    def mix(self, x):
-        """x (B, n, d) -> (B, n, d)."""
-        n = x.shape[-2]
-        x = F.pad(x, (0, 0, 0, max(0, self.n_tokens - n)))  # (B, n_tokens, d)
-        return super().mix(x)[..., :n, :]  # (B, n, d)
 
 
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training each sample of the batch
     loses what a block adds with probability p; the others get it divided by 1 - p, so the mean
-    stays."""
+    stays. p = 1 gives zeros, not 0/0."""
 
     def __init__(self, p):
         super().__init__()
@@ -261,45 +105,32 @@ class DropPath(nn.Module):
         kept = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
         return x * (kept / (1 - self.p) if self.p < 1 else kept)
 
+    def extra_repr(self):
+        return f"p={self.p}"
+
 
 class Encoder(nn.Module):
     """The trunk: positions, layers, LayerNorm. DropPath grows from 0 to drop_path over the depth.
 
-    seq_len: n, or a grid (rows, columns) of n tokens. token_mixer: "mixer" or "attention"; toeplitz
-    makes the Mixer's T a ToeplitzTokenMLP. d_token: t, by default d/2, in a Toeplitz T n, in any
-    other causal T 2n; those two round t up to a multiple of n, and have no dropout within.
-    positions: None, "learned", or "sinusoidal" (Vaswani et al. 2017, sections 3.4 and 3.5).
+    seq_len: n, or a grid (rows, columns) of n tokens. positions: None, "learned", or "sinusoidal"
+    (Vaswani et al. 2017, sections 3.4 and 3.5). mixer_options: see new_token_mixer.
     """
 
-    def __init__(self, n_layers, d_model, d_ff, seq_len, *, token_mixer="mixer", toeplitz=False,
-                 d_token=None, n_heads=8, causal=False, positions=None, dropout=0.0,
-                 drop_path=0.0, eps=1e-5):
+    def __init__(self, d_model, d_ffn, seq_len, n_layers, *, positions=None, dropout=0.0,
+                 drop_path=0.0, eps=1e-5, **mixer_options):
         super().__init__()
-        n = seq_len[0] * seq_len[1] if isinstance(seq_len, (tuple, list)) else seq_len
-        if token_mixer not in ("mixer", "attention"):
-            raise ValueError(f'token_mixer = {token_mixer!r} is none of "mixer", "attention"')
         if positions not in (None, "learned", "sinusoidal"):
             raise ValueError(f'positions = {positions!r} is none of None, "learned", "sinusoidal"')
-
-        def new_token_mixer():
-            if token_mixer == "attention":
-                return SelfAttention(d_model, n_heads, causal=causal, dropout=dropout)
-            hidden_per_token = (d_token + n - 1) // n if d_token else 1 if toeplitz else 2
-            if toeplitz:
-                return MLPMixer(ToeplitzTokenMLP(seq_len, hidden_per_token, causal=causal))
-            if causal:
-                return MLPMixer(CausalTokenMLP(n, hidden_per_token))
-            return PaddedMixer(FeedForward(n, d_token or d_model // 2, dropout=dropout))
-
         self.positions = positions
         if positions == "learned":
-            self.position_embedding = nn.Embedding(n, d_model)
-            nn.init.normal_(self.position_embedding.weight, std=0.02)
+            n = seq_len[0] * seq_len[1] if isinstance(seq_len, (tuple, list)) else seq_len
+            self.position_embedding = SmallEmbedding(n, d_model)
         rates = [drop_path * i / max(1, n_layers - 1) for i in range(n_layers)]
-        self.blocks = nn.ModuleList(
-            EncoderLayer(d_model, new_token_mixer(), FeedForward(d_model, d_ff, dropout=dropout),
-                         dropout=dropout, drop_path=rate, eps=eps) for rate in rates)
-        self.norm = nn.LayerNorm(d_model, eps)
+        self.blocks = nn.ModuleList(EncoderLayer(
+            d_model, new_token_mixer(d_model, seq_len, dropout=dropout, **mixer_options),
+            FeedForward(d_model, d_ffn, dropout=dropout), dropout=dropout, drop_path=rate, eps=eps)
+            for rate in rates)
+        self.norm = nn.LayerNorm(d_model, eps=eps)
 
     def forward(self, x, mask=None):
         """x (B, n, d) -> (B, n, d); mask as in SelfAttention."""
@@ -313,133 +144,315 @@ class Encoder(nn.Module):
         return self.norm(x)
 
 
-def sinusoids(places, d_model):
-    """places (n,) -> (n, d): sines in even channels, cosines in odd ones, wavelengths 2 pi to
-    10,000 * 2 pi."""
-    rates = 10_000.0 ** (-torch.arange(0, d_model, 2, device=places.device) / d_model)  # (d/2,)
-    angles = places[:, None] * rates  # (n, d/2)
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]  # (n, d)
+def new_token_mixer(d_model, seq_len, *, token_mixer="mixer", toeplitz=False, causal=False,
+                    d_token=None, n_heads=8, dropout=0.0):
+    """What joins the tokens in a layer:
+
+        token_mixer  toeplitz  causal
+        "attention"  either    either    SelfAttention(d_model, n_heads)
+        "mixer"      True      either    MLPMixer(ToeplitzTokenMLP(seq_len, k)), k = 1 by default
+        "mixer"      False     True      MLPMixer(CausalTokenMLP(n, k)), k = 2 by default
+        "mixer"      False     False     PaddedMixer(FeedForward(n, t)), t = d_model / 2 by default
+
+    d_token is t, and k is d_token / n, rounded up: the hidden units of each token.
+    """
+    n = seq_len[0] * seq_len[1] if isinstance(seq_len, (tuple, list)) else seq_len
+    if token_mixer not in ("mixer", "attention"):
+        raise ValueError(f'token_mixer = {token_mixer!r} is none of "mixer", "attention"')
+    if token_mixer == "attention":
+        return SelfAttention(d_model, n_heads, causal=causal, dropout=dropout)
+    k = (d_token + n - 1) // n if d_token else 1 if toeplitz else 2
+    if toeplitz:
+        return MLPMixer(ToeplitzTokenMLP(seq_len, k, causal=causal))
+    if causal:
+        return MLPMixer(CausalTokenMLP(n, k))
+    return PaddedMixer(FeedForward(n, d_token or d_model // 2, dropout=dropout))
+
+
+class EncoderImageClassifier(nn.Module):
+    """Images cut into patches, each a token (paper, section 2). Sizes are int or (height, width);
+    encoder_options: see Encoder. Attention needs positions; a Mixer knows places, or offsets."""
+
+    def __init__(self, image_size, patch_size, n_classes, d_model, d_ffn, n_layers, *,
+                 in_channels=3, **encoder_options):
+        super().__init__()
+        height, width = image_size if isinstance(image_size, (tuple, list)) else 2 * (image_size,)
+        p1, p2 = patch_size if isinstance(patch_size, (tuple, list)) else 2 * (patch_size,)
+        if height % p1 or width % p2:
+            raise ValueError(f"image {height} x {width} is no multiple of patch {p1} x {p2}")
+        self.image_shape = (in_channels, height, width)
+        self.patches = nn.Conv2d(in_channels, d_model, (p1, p2), stride=(p1, p2))
+        self.trunk = Encoder(
+            d_model, d_ffn, (height // p1, width // p2), n_layers, **encoder_options)
+        self.head = nn.Linear(d_model, n_classes)
+
+    def forward(self, images):
+        """images (B, in_channels, height, width), else ValueError -> logits (B, n_classes)."""
+        if images.ndim != 4 or images.shape[1:] != self.image_shape:
+            raise ValueError(f"got images {tuple(images.shape)}, not a batch of {self.image_shape}")
+        x = self.patches(images).flatten(2).mT  # (B, n, d)
+        return self.head(self.trunk(x).mean(dim=1))
+
+
+# Table 1 of the paper: EncoderImageClassifier(224, n_classes=1000, **MIXER_SIZES["B/16"]). S/16,
+# B/16 and L/16 have 18,528,264, 59,880,472 and 208,196,168 parameters.
+MIXER_SIZES = {
+    "S/32": dict(patch_size=32, d_model=512, d_ffn=2048, n_layers=8, d_token=256),
+    "S/16": dict(patch_size=16, d_model=512, d_ffn=2048, n_layers=8, d_token=256),
+    "B/32": dict(patch_size=32, d_model=768, d_ffn=3072, n_layers=12, d_token=384),
+    "B/16": dict(patch_size=16, d_model=768, d_ffn=3072, n_layers=12, d_token=384),
+    "L/32": dict(patch_size=32, d_model=1024, d_ffn=4096, n_layers=24, d_token=512),
+    "L/16": dict(patch_size=16, d_model=1024, d_ffn=4096, n_layers=24, d_token=512),
+    "H/14": dict(patch_size=14, d_model=1280, d_ffn=5120, n_layers=32, d_token=640),
+}
 
 
 class EncoderLanguageModel(nn.Module):
-    """Token ids to logits of a masked token, or (causal=True) of the next one.
+    """Token ids to logits of the next token (causal=True) or of a masked one (causal=False), for 1
+    to seq_len tokens, with any token mixer. encoder_options: see Encoder."""
 
-    Takes 1 to seq_len tokens, with either token mixer. encoder_options: see Encoder.
-    """
-
-    def __init__(self, vocab_size, seq_len, d_model, d_ff, n_layers, *, causal=False,
-                 **encoder_options):
+    def __init__(self, vocab_size, seq_len, d_model, d_ffn, n_layers, *, causal, **encoder_options):
         super().__init__()
-        self.seq_len, self.causal = seq_len, causal
-        self.embedding = nn.Embedding(vocab_size, d_model)
-        self.trunk = Encoder(n_layers, d_model, d_ff, seq_len, causal=causal, **encoder_options)
-        if self.trunk.positions == "learned":  # as in GPT-2
-            nn.init.normal_(self.embedding.weight, std=0.02)
+        self.seq_len, self.causal = int(seq_len), causal
+        learned = encoder_options.get("positions") == "learned"
+        self.embedding = (SmallEmbedding if learned else nn.Embedding)(vocab_size, d_model)
+        self.trunk = Encoder(d_model, d_ffn, seq_len, n_layers, causal=causal, **encoder_options)
         self.head = nn.Linear(d_model, vocab_size)
 
     def forward(self, ids, mask=None):
-        """ids (B, n) -> logits (B, n, vocab_size); mask as in SelfAttention. ValueError for a wrong
-        n."""
-        n = ids.shape[1]
-        if not 1 <= n <= self.seq_len:
+        """ids (B, n), else ValueError -> logits (B, n, vocab_size); mask as in SelfAttention."""
+        if ids.ndim != 2:
+            raise ValueError(f"ids must be (B, n), got shape {tuple(ids.shape)}")
+        if not 1 <= (n := ids.shape[1]) <= self.seq_len:
             raise ValueError(f"got {n} tokens, the model takes 1 to seq_len = {self.seq_len}")
         return self.head(self.trunk(self.embedding(ids), mask))
 
-    @torch.no_grad()
-    def generate(self, ids, max_new_tokens, *, temperature=1.0, top_k=None, generator=None):
-        """ids (B, n), n >= 1 -> (B, n + max_new_tokens): ids, then what the model writes.
+    def stream(self, ids, *, temperature=1.0, top_k=None, generator=None):
+        """What a causal model writes after ids (B, n), n >= 1: yields the next token of each row,
+        (B, 1), without end and dropout; between two, each module is in its own mode. ValueError, at
+        the first token, for wrong ids and options.
 
         temperature 0 takes the likeliest token; top_k samples among the k likeliest; generator is
         the CPU torch.Generator to draw from. The model sees a window: at first the last seq_len
         tokens of ids; when it is full, half of it is left behind.
         """
         if not self.causal:
-            raise ValueError("generate needs causal=True")
-        n = ids.shape[1]
-        if n < 1 or max_new_tokens < 0 or temperature < 0 or top_k is not None and top_k < 1:
-            raise ValueError(
-                "generate takes a prompt of 1 token or more, max_new_tokens >= 0, temperature >= 0 "
-                f"and top_k >= 1, got a prompt of {n}, {max_new_tokens = }, {temperature = }, "
-                f"{top_k = }")
-        was_training = self.training
-        self.eval()
-        start = max(0, n - self.seq_len)  # of the window, in ids
-        try:
-            for length in range(n, n + max_new_tokens):
-                if length - start > self.seq_len:
-                    start = length - max(1, self.seq_len // 2)
-                logits = self(ids[:, start:])[:, -1]  # (B, vocab_size)
-                chosen = sample(logits, temperature, top_k, generator)  # (B, 1)
-                ids = torch.cat([ids, chosen.to(ids)], dim=1)
-        finally:
-            self.train(was_training)
-        return ids
+            raise ValueError("writing needs causal=True: here earlier tokens see later ones")
+        window = ids[..., -self.seq_len:]
+        while True:
+            logits = infer(self, window)  # (B, n, vocab_size)
+            fresh = sample(logits[:, -1], temperature, top_k, generator).to(ids)  # (B, 1)
+            yield fresh
+            window = torch.cat([window, fresh], dim=1)
+            if window.shape[1] > self.seq_len:
+                window = window[:, -max(1, self.seq_len // 2):]
+
+    def generate(self, ids, max_new_tokens, **options):
+        """ids (B, n) -> (B, n + max_new_tokens): ids, then what stream writes with its options."""
+        if max_new_tokens < 0:
+            raise ValueError(f"{max_new_tokens = } must be 0 or more")
+        written = zip(range(max_new_tokens), self.stream(ids, **options))
+        return torch.cat([ids, *(token for _, token in written)], dim=1)
+
+
+class SmallEmbedding(nn.Embedding):
+    """Tokens and learned positions that start alike, as in GPT-2, or one would drown the other."""
+
+    def reset_parameters(self):
+        nn.init.normal_(self.weight, std=0.02)
+
+
+def sinusoids(places, d_model):
+    """places (n,) -> (n, d): sines in even channels, cosines in odd; wavelengths 2 to 20,000 pi."""
+    rates = 10_000.0 ** (-torch.arange(0, d_model, 2, device=places.device) / d_model)  # (d/2,)
+    angles = places[:, None] * rates  # (n, d/2)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]  # (n, d)
+
+
+@torch.no_grad()
+def infer(model, ids, **options):
+    """model(ids, ...) without gradients and dropout; then each module has its mode again."""
+    awake = [module for module in model.modules() if module.training]
+    try:
+        for module in awake:
+            module.training = False
+        return model(ids, **options)
+    finally:
+        for module in awake:
+            module.training = True
 
 
 def sample(logits, temperature, top_k, generator):
     """logits (B, vocab_size) -> ids (B, 1), drawn on the CPU: the same draw whatever device made
-    the logits."""
+    the logits. ValueError unless temperature >= 0 and top_k >= 1."""
+    if not temperature >= 0 or (top_k is not None and top_k < 1):
+        raise ValueError(f"{temperature = } must be 0 or more, {top_k = } 1 or more")
     logits = logits.cpu().double()
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    if top_k is not None:
-        # of equal logits the lower ids, as argmax does: k candidates, not k and their ties
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-        kept = torch.full_like(logits, float("-inf"))
-        logits = kept.scatter(-1, ids[:, :top_k], values[:, :top_k])
+    if top_k is not None:  # exactly k stay: of equal logits those of lower ids, as in argmax
+        others = logits.argsort(dim=-1, descending=True, stable=True)[:, top_k:]  # (B, V - k)
+        logits = logits.scatter(-1, others, float("-inf"))
     logits = logits - logits.max(dim=-1, keepdim=True).values  # no NaN at a small temperature
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
 
 
-class EncoderImageClassifier(nn.Module):
-    """Images cut into patches, each a token (paper, section 2). Sizes are int or (height, width).
+# ------------------------------------------------------------------------------ Beyond the paper
 
-    encoder_options: see Encoder. Attention needs positions; a Mixer knows places, or offsets if it
-    is Toeplitz.
+
+class SelfAttention(nn.Module):
+    """What a Mixer replaces: softmax(Q K^T / sqrt(c)) V, in h heads of c = d/h channels (Vaswani et
+    al. 2017, arXiv:1706.03762, section 3.2). dropout acts on the attention weights."""
+
+    def __init__(self, d_model, n_heads, *, causal=False, dropout=0.0):
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(f"d_model = {d_model} is no multiple of n_heads = {n_heads}")
+        self.n_heads, self.causal = n_heads, causal
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, query, key=None, value=None, mask=None):
+        """query (B, n, d) -> (B, n, d), any n. mask, boolean (n, n) or (B, n, n): row i may look at
+        column j; one that may look at nothing gets zero attention, so the bias of out. ValueError
+        for another key or value, a wrong mask."""
+        if any(x is not None and x is not query for x in (key, value)):
+            raise ValueError("SelfAttention takes query again as key and as value")
+        B, n, _ = query.shape
+        if mask is not None and (mask.dtype != torch.bool or mask.shape not in ((n, n), (B, n, n))):
+            raise ValueError(f"mask must be boolean of shape {(n, n)} or {(B, n, n)}, "
+                             f"got {mask.dtype} of shape {tuple(mask.shape)}")
+        qkv = self.qkv(query).unflatten(-1, (3, self.n_heads, -1))  # (B, n, 3, h, c)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, h, n, c) each
+        if mask is not None or not query.is_cuda:
+            visible = query.new_ones(n, n, dtype=torch.bool)
+            visible = visible.tril() if self.causal else visible
+            if mask is not None:
+                visible = visible & mask.unsqueeze(-3)  # (1, n, n) or (B, 1, n, n)
+            blind = ~visible.any(dim=-1, keepdim=True)  # (..., n, 1): softmax would give NaN
+            bias = torch.where(visible | blind, 0.0, float("-inf")).to(q)
+            scores = q * q.shape[-1] ** -0.5 @ k.mT + bias  # (B, h, n, n)
+            y = (self.dropout(scores.softmax(dim=-1)) @ v).masked_fill(blind, 0.0)  # (B, h, n, c)
+        else:  # the same by one kernel, the best on CUDA; on CPUs it is slow for small heads
+            p = self.dropout.p if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
+        return self.out(y.transpose(1, 2).flatten(2))  # (B, n, d)
+
+    def extra_repr(self):
+        return f"n_heads={self.n_heads}, causal={self.causal}"
+
+
+class CausalTokenMLP(nn.Module):
+    """A T for MLPMixer that never looks ahead: output i depends on inputs j <= i alone.
+
+    As in MADE (Germain et al. 2015, arXiv:1502.03509) each token owns k = hidden_per_token hidden
+    units. Those of token j read the tokens up to j, and output i reads the units of the tokens up
+    to i. So k * seq_len * (seq_len + 1) / 2 numbers of W1 and of W2 count, the rest is multiplied
+    by 0 (Muon, which turns whole matrices, would mix it in). Fewer tokens use the upper left part.
     """
 
-    def __init__(self, image_size, patch_size, n_classes, d_model, d_ff, n_layers, *, in_channels=3,
-                 **encoder_options):
+    def __init__(self, seq_len, hidden_per_token=2):
         super().__init__()
-        height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-        p1, p2 = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
-        if height % p1 or width % p2:
-            raise ValueError(f"image {height} x {width} is no multiple of patch {p1} x {p2}")
-        self.image_shape = (in_channels, height, width)
-        grid = height // p1, width // p2
-        self.patches = nn.Conv2d(in_channels, d_model, (p1, p2), stride=(p1, p2))
-        self.trunk = Encoder(n_layers, d_model, d_ff, grid, **encoder_options)
-        self.head = nn.Linear(d_model, n_classes)
+        self.seq_len, self.hidden_per_token = n, k = seq_len, hidden_per_token
+        if n < 1 or k < 1:
+            raise ValueError(f"{seq_len = } and hidden_per_token = {k} must be 1 or more")
+        self.W1, self.b1 = nn.Parameter(torch.empty(n * k, n)), nn.Parameter(torch.empty(n * k))
+        self.W2, self.b2 = nn.Parameter(torch.empty(n, n * k)), nn.Parameter(torch.empty(n))
+        self.reset_parameters()
 
-    def forward(self, images):
-        """images (B, in_channels, height, width) -> logits (B, n_classes). ValueError for another
-        shape."""
-        if images.shape[1:] != self.image_shape:
-            raise ValueError(f"got images of shape {tuple(images.shape[1:])}, "
-                             f"the model takes {self.image_shape}")
-        x = self.patches(images).flatten(2).mT  # (B, n, d)
-        return self.head(self.trunk(x).mean(dim=1))
+    def reset_parameters(self):
+        for W, b in ((self.W1, self.b1), (self.W2, self.b2)):
+            reach = W.shape[1] ** -0.5  # as an nn.Linear's
+            nn.init.uniform_(W, -reach, reach)
+            nn.init.uniform_(b, -reach, reach)
+
+    def forward(self, x):
+        """x (..., n) -> (..., n), 1 <= n <= seq_len: else ValueError."""
+        n, k = x.shape[-1], self.hidden_per_token
+        if not 1 <= n <= self.seq_len:
+            raise ValueError(f"got {n} tokens, the Mixer takes 1 to seq_len = {self.seq_len}")
+        visible = torch.ones_like(self.W1[:n, :n]).tril()  # (n, n): 1 where i may look at j
+        W1 = self.W1[:n * k, :n] * visible.repeat_interleave(k, dim=0)  # (nk, n)
+        W2 = self.W2[:n, :n * k] * visible.repeat_interleave(k, dim=1)  # (n, nk)
+        return F.linear(F.gelu(F.linear(x, W1, self.b1[:n * k])), W2, self.b2[:n])
+
+    def extra_repr(self):
+        return f"seq_len={self.seq_len}, hidden_per_token={self.hidden_per_token}"
 
 
-# Table 1 of the paper. With 224-pixel images and 1,000 classes S/16, B/16 and L/16 have 18.5, 59.9
-# and 208.2 million parameters.
-MIXER_SIZES = {
-    "S/32": dict(patch_size=32, d_model=512, d_ff=2048, n_layers=8, d_token=256),
-    "S/16": dict(patch_size=16, d_model=512, d_ff=2048, n_layers=8, d_token=256),
-    "B/32": dict(patch_size=32, d_model=768, d_ff=3072, n_layers=12, d_token=384),
-    "B/16": dict(patch_size=16, d_model=768, d_ff=3072, n_layers=12, d_token=384),
-    "L/32": dict(patch_size=32, d_model=1024, d_ff=4096, n_layers=24, d_token=512),
-    "L/16": dict(patch_size=16, d_model=1024, d_ff=4096, n_layers=24, d_token=512),
-    "H/14": dict(patch_size=14, d_model=1280, d_ff=5120, n_layers=32, d_token=640),
-}
+class ToeplitzTokenMLP(nn.Module):
+    """A T for MLPMixer that treats all places alike: two convolutions over the whole text, whose
+    weights depend on offsets i - j alone. Each token owns k = hidden_per_token hidden units:
+
+        u[r, i] = gelu(b1[r] + sum over j of W1[r, i - j] x[j])      unit r of token i
+        y[i]    = b2 + sum over r and j of W2[r, i - j] u[r, j]      output i
+
+    seq_len is the largest n, or a grid (rows, columns) of which the n tokens are a prefix in raster
+    order, with offsets of row and column. causal: the sums end at j = i.
+    """
+
+    def __init__(self, seq_len, hidden_per_token=1, *, causal=False):
+        super().__init__()
+        self.grid = tuple(seq_len) if isinstance(seq_len, (tuple, list)) else (1, seq_len)
+        self.causal, self.seq_len, k = causal, self.grid[0] * self.grid[1], hidden_per_token
+        if self.seq_len < 1 or k < 1:
+            raise ValueError(f"{seq_len = } and hidden_per_token = {k} must be 1 or more")
+        self.n_ahead = 2 * self.seq_len - sum(self.grid)  # offsets of later tokens; as many earlier
+        n_offsets = self.n_ahead + 1 if causal else 2 * self.n_ahead + 1
+        self.W1, self.b1 = nn.Parameter(torch.empty(k, n_offsets)), nn.Parameter(torch.empty(k, 1))
+        self.W2, self.b2 = nn.Parameter(torch.empty(k, n_offsets)), nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        for W, b, fan_in in (self.W1, self.b1, 1), (self.W2, self.b2, len(self.W2)):
+            reach = (self.seq_len * fan_in) ** -0.5  # the weights as an nn.Linear's
+            nn.init.uniform_(W, -reach, reach)
+            nn.init.zeros_(b)
+
+    def forward(self, x):
+        """x (..., n) -> (..., n), 1 <= n <= seq_len: else ValueError."""
+        if not 1 <= (n := x.shape[-1]) <= self.seq_len:
+            raise ValueError(f"got {n} tokens, the Mixer takes 1 to seq_len = {self.seq_len}")
+        W1, W2 = self.matrix(self.W1, n), self.matrix(self.W2, n)  # (k, n, n)
+        u = F.gelu(F.linear(x, W1.flatten(0, 1), self.b1.expand(-1, n).flatten()))  # (..., kn)
+        return F.linear(u, W2.transpose(0, 1).flatten(1), self.b2.expand(n))  # (..., n)
+
+    def matrix(self, w, n):
+        """w (k, n_offsets), by rising offset -> (k, n, n), w[r, i - j] in row i and column j."""
+        if self.causal:
+            w = F.pad(w, (self.n_ahead, 0))  # tokens ahead weigh nothing
+        return toeplitz_2d(w, *self.grid)[:, :n, :n]
+
+    def extra_repr(self):
+        return f"grid={self.grid}, hidden_per_token={len(self.W1)}, causal={self.causal}"
+
+
+def toeplitz_2d(w, rows, columns):
+    """w (..., (2 rows - 1) (2 columns - 1)), by rising offset of row and column -> (..., n, n)."""
+    w = w.unflatten(-1, (2 * rows - 1, 2 * columns - 1))  # (..., 2 rows - 1, 2 columns - 1)
+    W = w.unfold(-2, rows, 1).unfold(-2, columns, 1)  # (..., rows, columns, rows, columns)
+    return W.flip(-2, -1).flatten(-2).flatten(-3, -2)  # (..., n, n)
+
+
+class PaddedMixer(MLPMixer):
+    """An MLPMixer for 1 <= n <= n_tokens: zeros stand for the missing tokens, on the right."""
+
+    def __init__(self, mlp):
+        super().__init__(mlp)
+        if self.n_tokens is None:
+            raise ValueError(f"{type(mlp).__name__} does not tell its n: use an MLPMixer")
+
+    def mix(self, x):
+        """x (B, n, d) -> (B, n, d)."""
+        padded = F.pad(x, (0, 0, 0, max(0, self.n_tokens - x.shape[-2])))  # (B, n_tokens, d)
+        return super().mix(padded)[..., :x.shape[-2], :]  # (B, n, d)
 
 
 class AttentionSubstitute(MLPMixer):
     """An MLPMixer with the arguments, the layouts and the returned pair of MultiheadAttention."""
 
-    # Not the layout: nn.TransformerEncoderLayer reads it, and where it is True takes a fast path in
-    # evaluation mode that computes attention from MultiheadAttention's weights, past this module.
-    batch_first = False
+    batch_first = False  # not the layout: True lets nn.TransformerEncoderLayer bypass this module
 
     def __init__(self, mlp, tokens_first):
         super().__init__(mlp)
@@ -463,8 +476,7 @@ def replace_attention(model, seq_len, d_token=None):
 
     In place; returns how many. Width, layout, dropout, device and dtype stay, weights are drawn
     afresh: train the model. d_token defaults to half the width. ValueError, with nothing changed,
-    for nn.TransformerDecoderLayer and keys or values of another width; in the model's forward for
-    masks, another key, another n.
+    for nn.TransformerDecoderLayer and keys of another width; in forward for masks, other keys or n.
     """
     modules = dict(model.named_modules(remove_duplicate=False))  # all paths of a shared module
     attentions = {p: m for p, m in modules.items() if isinstance(m, nn.MultiheadAttention)}
@@ -474,8 +486,7 @@ def replace_attention(model, seq_len, d_token=None):
     crossing += [p for p, m in modules.items() if isinstance(m, nn.TransformerDecoderLayer)]
     if crossing:
         raise ValueError(f"{crossing[0] or 'model'} attends to other tokens than its own, which no "
-                         f"Mixer does; for a causal model without that, the causal variant is "
-                         f"MLPMixer(CausalTokenMLP(seq_len))")
+                         "Mixer does; the causal variant is MLPMixer(CausalTokenMLP(seq_len))")
     mixers = {}
     for path, old in attentions.items():
         if old not in mixers:
