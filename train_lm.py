@@ -1,14 +1,14 @@
 """Train a character language model on Shakespeare, and let it write.
 
     python train_lm.py                              trains (minutes, no GPU needed) and writes
-    python train_lm.py --sample --prompt="ROMEO:"   writes from the best checkpoint
+    python train_lm.py --sample --prompt="ROMEO:"   writes by the best checkpoint
     python train_lm.py --resume                     goes on after Ctrl-C or a crash, or for longer
     python train_lm.py --model=transformer          another architecture in the same loop
 
 Results go to out/lm. To take this script along, copy gmlp.py, mixer.py and train_common.py too.
-Throughout, s is the settings of a run, t all that changes while it trains.
 """
-from pathlib import Path
+import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -47,46 +47,43 @@ PRESETS = {
     "gpu/transformer": dict(n_layers=5),
     # nanoGPT's recipe for a CPU, published as 1.88: the yardstick
     "nanogpt": dict(
-        model="transformer", seq_len=64, d_model=128, d_ffn=512, n_layers=4,
-        n_heads=4, batch_size=12, max_iters=2000, eval_interval=250, log_interval=25,
-        optimizer="adamw", schedule="cosine", learning_rate=1e-3, min_lr=1e-4, warmup_iters=100,
-        dtype="float32"),
+        model="transformer", seq_len=64, d_model=128, d_ffn=512, n_layers=4, n_heads=4,
+        batch_size=12, max_iters=2000, eval_interval=250, log_interval=25, optimizer="adamw",
+        schedule="cosine", learning_rate=1e-3, min_lr=1e-4, warmup_iters=100, dtype="float32"),
     # labml.ai's annotated gMLP experiment, 128 passes over the text (Adam is AdamW without decay)
     "classic": dict(
         toeplitz=False, positions="sinusoidal", seq_len=256, d_model=512, d_ffn=2048, n_layers=6,
-        n_heads=1, batch_size=32, max_iters=15_700, optimizer="adamw", schedule="noam",
+        batch_size=32, max_iters=15_700, optimizer="adamw", schedule="noam",
         learning_rate=1.0, warmup_iters=2000, beta2=0.999, weight_decay=0.0, eval_interval=1000),
 }
 
 
 def parse_flags(argv):
-    parser = common.Parser(__doc__)
     models = ("gmlp", "amlp", "mixer", "transformer")
-    common.add_common_flags(parser, PRESETS, models, "lm")
+    parser = common.training_parser("lm", __doc__, PRESETS, models)
     add = parser.add_argument
     add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
-    add("--sample", **common.SWITCH, help="only write, from OUT_DIR/best.pt")
+    add("--sample", **common.SWITCH, help="only write, by OUT_DIR/best.pt")
     add("--prompt", help="what the writing starts from")
     add("--max_new_tokens", type=common.number(int, 0), help="characters to write")
     add("--temperature", type=common.RATE, help="0 takes the likeliest character")
     add("--top_k", type=common.COUNT, help="draw among the k likeliest characters only")
-    return common.read_settings(parser, PRESETS, argv, "lm", dict(vocabulary=str, data_sha256=str))
+    return common.read_settings(parser, PRESETS, argv)
 
 
-def build_model(s, vocab_size):
-    sizes = vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers
+def describe_model(s, vocab_size):
+    """The model's class, and the arguments that it is built from."""
     auto = "learned" if s.model == "transformer" else None  # the others need none
-    positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
-    shared = dict(causal=True, positions=positions, dropout=s.dropout, drop_path=s.drop_path)
+    args = dict(vocab_size=vocab_size, seq_len=s.seq_len, d_model=s.d_model, d_ffn=s.d_ffn,
+                n_layers=s.n_layers, causal=True, toeplitz=s.toeplitz, dropout=s.dropout,
+                drop_path=s.drop_path,
+                positions=dict(auto=auto, none=None).get(s.positions, s.positions))
     if s.model in ("gmlp", "amlp"):
-        return GMLPLanguageModel(*sizes, toeplitz=s.toeplitz, n_heads=s.n_heads,
-                                 d_attn=s.d_attn if s.model == "amlp" else None, **shared)
-    token_mixer = "mixer" if s.model == "mixer" else "attention"
-    model = EncoderLanguageModel(*sizes, token_mixer=token_mixer, toeplitz=s.toeplitz,
-                                 d_token=s.d_token, n_heads=s.n_heads, **shared)
-    if s.preset == "nanogpt" and s.model == "transformer":
-        initialise_as_nanogpt(model, s.n_layers)
-    return model
+        return GMLPLanguageModel, args | dict(
+            n_heads=s.n_heads if s.toeplitz else 1, d_attn=s.d_attn if s.model == "amlp" else None)
+    return EncoderLanguageModel, args | dict(
+        token_mixer="mixer" if s.model == "mixer" else "attention", d_token=s.d_token,
+        n_heads=s.n_heads)
 
 
 def initialise_as_nanogpt(model, n_layers):
@@ -104,15 +101,13 @@ def initialise_as_nanogpt(model, n_layers):
 def evaluate(model, ids, s):
     """Mean loss in nats per character over all of ids (length,), cut into consecutive windows of
     seq_len, the short last one included; a character sees what stands before it in its window."""
-    was_training = model.training
     model.eval()
     total = 0.0
-    for x, y in common.windows_of(ids[:-1], ids[1:], s.seq_len):  # (rows, seq_len) each
+    for rows in common.windows_of(ids, s.seq_len + 1, s.seq_len):
+        rows = rows.to(s.device)  # (rows, seq_len + 1), or fewer in the last
         with common.autocast(s):
-            logits = model(x.to(s.device)).flatten(0, 1)  # (tokens, vocab_size)
-        loss = F.cross_entropy(logits.float(), y.to(s.device).flatten(), reduction="sum")
-        total += loss.item()
-    model.train(was_training)
+            logits = model(rows[:, :-1]).flatten(0, 1)  # (tokens, vocab_size)
+        total += F.cross_entropy(logits.float(), rows[:, 1:].flatten(), reduction="sum").item()
     return total / (len(ids) - 1)
 
 
@@ -122,75 +117,76 @@ def prompt_of(s, vocabulary):
     return common.encode(prompt, vocabulary, "--prompt")
 
 
-def write(model, prompt_ids, vocabulary, s):
-    """The prompt and what the model makes of it."""
-    ids = prompt_ids[None].to(s.device)  # (1, n)
-    generator = torch.Generator().manual_seed(s.seed)
+def write(model, prompt, vocabulary, s):
+    """Print the prompt and, letter by letter, what the model makes of it. Returns the text."""
+    model.eval()
+    ids, generator = prompt[None].long().to(s.device), torch.Generator().manual_seed(s.seed)
+    tokens = model.stream(ids, temperature=s.temperature, top_k=s.top_k, generator=generator)
+    text = [vocabulary[i] for i in prompt.tolist()]
+    print(common.visible("".join(text), keep="\n\t"), end="", flush=True)
     with common.autocast(s):
-        ids = model.generate(ids, s.max_new_tokens, temperature=s.temperature, top_k=s.top_k,
-                             generator=generator)
-    return "".join(vocabulary[i] for i in ids[0].tolist())
+        for token in itertools.islice(tokens, s.max_new_tokens):  # (1, 1)
+            text.append(vocabulary[token.item()])
+            print(common.visible(text[-1], keep="\n\t"), end="", flush=True)
+    print()
+    return "".join(text)
 
 
-def main(argv=None):
+def main(argv=()):
     s, checkpoint = parse_flags(argv)
     if s.prompt == "":
         common.fail('--prompt is empty: give a character or more, for instance --prompt="ROMEO:"')
-    common.check_sizes(build_model, s, 2)  # before the data tells how many characters
+    if checkpoint:
+        model = common.load_model(checkpoint, s, GMLPLanguageModel, EncoderLanguageModel)
+        args = checkpoint["model_args"]
+    else:
+        common.check_sizes(*describe_model(s, 2))  # before the data tells how many characters
 
     if s.sample:  # needs no data
         vocabulary = checkpoint["vocabulary"]
-        prompt_ids = prompt_of(s, vocabulary)
-        model = common.new_model(build_model, s, len(vocabulary), checkpoint=checkpoint)
-        text = write(model, prompt_ids, vocabulary, s)
-        print(common.visible(text, keep="\n\t"))
+        text = write(model, prompt_of(s, vocabulary), vocabulary, s)
         return dict(model=s.model, iters=checkpoint["step"], sample=text)
 
     corpus = common.load_corpus(s, checkpoint)
-    prompt_ids = prompt_of(s, corpus.vocabulary)
-    model = common.new_model(build_model, s, len(corpus.vocabulary), checkpoint=checkpoint)
-
     if s.eval:
         val_loss = evaluate(model, corpus.val_ids, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per "
-              f"character (perplexity {torch.tensor(val_loss).exp():.2f}), window {s.seq_len}")
+              f"character (perplexity {math.exp(val_loss):.2f}), window {s.seq_len}")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss)
+    prompt = prompt_of(s, corpus.vocabulary)
 
-    t = common.start_training("lm", s, model, checkpoint, "tokens", s.batch_size * s.seq_len,
-                              vocabulary=corpus.vocabulary, data_sha256=corpus.sha256)
+    if not checkpoint:
+        kind, args = describe_model(s, len(corpus.vocabulary))
+        model = common.new_model(kind, args, s)
+        if s.preset == "nanogpt" and s.model == "transformer":
+            initialise_as_nanogpt(model, s.n_layers)
     windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len + 1, 1)  # (starts, seq_len + 1)
-    with t.interrupt:
-        while t.step < s.max_iters and not t.interrupt.signal:
-            t.step += 1
-            starts = torch.randint(len(windows), (s.batch_size,), generator=t.generator)
-            batch = windows[starts.to(s.device)]  # (B, seq_len + 1)
-            loss = 0.0
-            for part in common.my_parts(batch, s):  # (B / parts, seq_len + 1)
+    with common.training(s, model, args, checkpoint, vocabulary=corpus.vocabulary,
+                         data_sha256=corpus.sha256) as run:
+        for _ in run.steps():
+            starts = torch.randint(len(windows), (s.batch_size,))
+            batch = windows[starts.to(s.device)].long()  # (B, seq_len + 1)
+            for part in run.parts(batch):  # (B / parts, seq_len + 1)
                 with common.autocast(s):
-                    logits = t.forward(part[:, :-1])  # (B / parts, seq_len, vocab_size)
-                    part_loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
-                t.scaler.scale(part_loss / s.grad_accum).backward()
-                loss += part_loss.detach() / s.grad_accum
-            common.update(model, loss, s, t)
-            if common.evaluation_due(s, t):
-                with t.clock.paused():
+                    logits = run.forward(part[:, :-1])  # (B / parts, seq_len, vocab_size)
+                    loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+                run.backward(loss / s.grad_accum)
+            run.update()
+            if run.evaluation_due():
+                with run.paused():
                     val_loss = evaluate(model, corpus.val_ids, s)
-                common.log(model, s, t, score=-val_loss, val_loss=val_loss)
-            else:
-                common.log(model, s, t)
-    common.stop_if_interrupted(model, s, t)
+                run.evaluated(val_loss=val_loss)
 
-    sample = write(model, prompt_ids, corpus.vocabulary, s)
-    print("\n" + common.visible(sample, keep="\n\t"))
-    result = common.write_result(
-        argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
-        tokens=t.step * s.batch_size * s.seq_len, sample=sample)
-    common.draw_curve(t.log, "nats per character", Path(s.out_dir) / "curve.png")
-    if s.model in ("gmlp", "amlp"):
-        matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
-        common.draw_spatial(matrices, Path(s.out_dir) / "spatial.png")
-    return result
+    print()
+    sample = write(model, prompt, corpus.vocabulary, s)
+    if common.can_draw():
+        common.draw_curve(run.log, "nats per character", f"{s.out_dir}/curve.png")
+        if s.model in ("gmlp", "amlp"):
+            common.draw_gates(model, f"{s.out_dir}/spatial.png")
+    return run.write_result(
+        argv, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
+        tokens=run.step * s.batch_size * s.seq_len, sample=sample)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

@@ -6,7 +6,7 @@
 
 Results go to out/mlm. To take this script along, copy gmlp.py, mixer.py and train_common.py too.
 """
-from pathlib import Path
+import math
 
 import torch
 import torch.nn.functional as F
@@ -48,27 +48,28 @@ PRESETS = {
 
 
 def parse_flags(argv):
-    parser = common.Parser(__doc__)
     models = ("mixer", "gmlp", "amlp", "transformer")
-    common.add_common_flags(parser, PRESETS, models, "mlm")
+    parser = common.training_parser("mlm", __doc__, PRESETS, models)
     add = parser.add_argument
     add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
-    add("--mask_prob", type=common.number(float, 0, 1), help="share of the positions to predict")
-    add("--fill", help=f"only fill the blanks ({BLANK}) of this text, from OUT_DIR/best.pt")
-    return common.read_settings(parser, PRESETS, argv, "mlm", dict(vocabulary=str, data_sha256=str))
+    add("--mask_prob", type=common.number(float, 1e-6, 1), help="share of positions to predict")
+    add("--fill", help=f"only fill the blanks ({BLANK}) of this text, by OUT_DIR/best.pt")
+    return common.read_settings(parser, PRESETS, argv)
 
 
-def build_model(s, vocab_size):
-    sizes = vocab_size, s.seq_len, s.d_model, s.d_ffn, s.n_layers
+def describe_model(s, vocab_size):
+    """The model's class, and the arguments that it is built from."""
     auto = "learned" if s.model == "transformer" else None  # the others need none
-    positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
-    shared = dict(causal=False, positions=positions, dropout=s.dropout, drop_path=s.drop_path)
+    args = dict(vocab_size=vocab_size, seq_len=s.seq_len, d_model=s.d_model, d_ffn=s.d_ffn,
+                n_layers=s.n_layers, causal=False, toeplitz=s.toeplitz, dropout=s.dropout,
+                drop_path=s.drop_path,
+                positions=dict(auto=auto, none=None).get(s.positions, s.positions))
     if s.model in ("gmlp", "amlp"):
-        return GMLPLanguageModel(*sizes, toeplitz=s.toeplitz, n_heads=s.n_heads,
-                                 d_attn=s.d_attn if s.model == "amlp" else None, **shared)
-    token_mixer = "mixer" if s.model == "mixer" else "attention"
-    return EncoderLanguageModel(*sizes, token_mixer=token_mixer, toeplitz=s.toeplitz,
-                                d_token=s.d_token, n_heads=s.n_heads, **shared)
+        return GMLPLanguageModel, args | dict(
+            n_heads=s.n_heads if s.toeplitz else 1, d_attn=s.d_attn if s.model == "amlp" else None)
+    return EncoderLanguageModel, args | dict(
+        token_mixer="mixer" if s.model == "mixer" else "attention", d_token=s.d_token,
+        n_heads=s.n_heads)
 
 
 def mask_tokens(ids, n_chars, mask_id, *, mask_prob=0.15, generator=None):
@@ -94,7 +95,7 @@ def masked_loss(logits, targets):
 
 def mask_validation(ids, n_chars, s):
     """(inputs, targets) of all of ids (length,), the same in every run."""
-    masked = mask_tokens(ids, n_chars, n_chars, mask_prob=s.mask_prob,
+    masked = mask_tokens(ids.long(), n_chars, n_chars, mask_prob=s.mask_prob,
                          generator=torch.Generator().manual_seed(0))
     if (masked[1] == IGNORE).all():  # a loss of 0, which would be the best for ever
         common.fail(f"--mask_prob={s.mask_prob} chooses none of the {len(ids):,} characters to "
@@ -106,16 +107,14 @@ def mask_validation(ids, n_chars, s):
 def evaluate(model, inputs, targets, s):
     """(loss, accuracy) on the chosen positions of what mask_validation returned, cut into
     consecutive windows of seq_len, the short last one included."""
-    was_training = model.training
     model.eval()
     total = correct = 0.0
-    for x, y in common.windows_of(inputs, targets, s.seq_len):  # (rows, seq_len) each
-        y = y.to(s.device)
+    for x, y in zip(*(common.windows_of(ids, s.seq_len, s.seq_len) for ids in (inputs, targets))):
+        y = y.to(s.device)  # (rows, seq_len), or fewer in the last
         with common.autocast(s):
-            logits = model(x.to(s.device))  # (B, n, vocab_size)
+            logits = model(x.to(s.device))  # (rows, seq_len, vocab_size)
         total += masked_loss(logits, y).item()
         correct += (logits.argmax(dim=-1) == y).sum().item()
-    model.train(was_training)
     count = (targets != IGNORE).sum().item()
     return total / count, correct / count
 
@@ -123,11 +122,9 @@ def evaluate(model, inputs, targets, s):
 @torch.no_grad()
 def guess(model, inputs, n_chars, s):
     """inputs (n,), n_chars where masked -> (n,), with the likeliest character in those places."""
-    was_training = model.training
     model.eval()
     with common.autocast(s):
         logits = model(inputs[None].to(s.device))[0].cpu()  # (n, V)
-    model.train(was_training)
     best = logits[:, :n_chars].argmax(dim=-1)  # a character, never [MASK]
     return torch.where(inputs == n_chars, best, inputs)
 
@@ -135,33 +132,33 @@ def guess(model, inputs, n_chars, s):
 def show_guesses(model, ids, vocabulary, s):
     """Three lines of ids (length,): with letters masked, as guessed, and as they are; / stands for
     a line break or another control character."""
-    length, n_chars = min(72, s.seq_len), len(vocabulary)
-    generator = torch.Generator().manual_seed(s.seed)
+    n_chars, generator = len(vocabulary), torch.Generator().manual_seed(s.seed)
     symbols = [c if common.visible(c) == c else "/" for c in vocabulary] + [BLANK]
     for start in (0, (len(ids) - s.seq_len) // 2, len(ids) - s.seq_len):
-        truth = ids[start: start + s.seq_len]
+        truth = ids[start: start + s.seq_len].long()
         masked = torch.rand(truth.shape, generator=generator) < s.mask_prob
         inputs = truth.masked_fill(masked, n_chars)
         guessed = guess(model, inputs, n_chars, s)
         print()
         for name, line in (("masked", inputs), ("guess", guessed), ("truth", truth)):
-            print(f"{name:7}", "".join(symbols[i] for i in line[:length].tolist()))
+            print(f"{name:7}", "".join(symbols[i] for i in line[:72].tolist()))
         print("+ right", "".join(" " if not m else "+" if g == t else "-" for m, g, t in
-                                 zip(masked[:length], guessed[:length], truth[:length])))
+                                 zip(masked[:72], guessed[:72], truth[:72])))
 
 
-def main(argv=None):
+def main(argv=()):
     s, checkpoint = parse_flags(argv)
     if s.fill is not None and BLANK not in s.fill:
         common.fail(f'--fill has no blank to fill: mark each with {BLANK}, "To be, or n__ to be"')
-    if s.mask_prob == 0:
-        common.fail("--mask_prob=0 leaves nothing to predict: give more than 0")
-    common.check_sizes(build_model, s, 2)
+    if checkpoint:
+        model = common.load_model(checkpoint, s, GMLPLanguageModel, EncoderLanguageModel)
+        args = checkpoint["model_args"]
+    else:
+        common.check_sizes(*describe_model(s, 2))  # before the data tells how many characters
 
     if s.fill:  # needs no data
         vocabulary = checkpoint["vocabulary"]
-        inputs = common.encode(s.fill, vocabulary + BLANK, "--fill")  # a blank becomes [MASK]
-        model = common.new_model(build_model, s, len(vocabulary) + 1, checkpoint=checkpoint)
+        inputs = common.encode(s.fill, vocabulary + BLANK, "--fill").long()  # a blank is [MASK]
         try:
             filled = guess(model, inputs, len(vocabulary), s)
         except ValueError as error:  # longer than the window
@@ -173,53 +170,44 @@ def main(argv=None):
     corpus = common.load_corpus(s, checkpoint)
     n_chars = mask_id = len(corpus.vocabulary)  # ids 0 to n_chars - 1 are the characters
     validation = mask_validation(corpus.val_ids, n_chars, s)
-    model = common.new_model(build_model, s, n_chars + 1, checkpoint=checkpoint)
-
     if s.eval:
         val_loss, val_accuracy = evaluate(model, *validation, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per masked "
-              f"character (perplexity {torch.tensor(val_loss).exp():.2f}), accuracy "
-              f"{val_accuracy:.2%}, window {s.seq_len}")
+              f"character (perplexity {math.exp(val_loss):.2f}), accuracy {val_accuracy:.2%}, "
+              f"window {s.seq_len}")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss,
                     val_accuracy=val_accuracy)
 
-    t = common.start_training("mlm", s, model, checkpoint, "tokens", s.batch_size * s.seq_len,
-                              vocabulary=corpus.vocabulary, data_sha256=corpus.sha256)
+    if not checkpoint:
+        kind, args = describe_model(s, n_chars + 1)
+        model = common.new_model(kind, args, s)
     windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len, 1)  # (starts, seq_len)
-    with t.interrupt:
-        while t.step < s.max_iters and not t.interrupt.signal:
-            t.step += 1
-            starts = torch.randint(len(windows), (s.batch_size,), generator=t.generator)
-            inputs, targets = mask_tokens(windows[starts.to(s.device)], n_chars, mask_id,
-                                          mask_prob=s.mask_prob, generator=t.generator)
+    with common.training(s, model, args, checkpoint, vocabulary=corpus.vocabulary,
+                         data_sha256=corpus.sha256) as run:
+        for _ in run.steps():
+            starts = torch.randint(len(windows), (s.batch_size,))
+            batch = windows[starts.to(s.device)].long()  # (B, seq_len)
+            inputs, targets = mask_tokens(batch, n_chars, mask_id, mask_prob=s.mask_prob)
             count = (targets != IGNORE).sum().clamp(min=1)  # with none chosen the loss is 0
-            loss = 0.0
-            for x, y in zip(common.my_parts(inputs, s), common.my_parts(targets, s)):
+            for x, y in zip(run.parts(inputs), run.parts(targets)):  # (B / parts, seq_len) each
                 with common.autocast(s):
-                    logits = t.forward(x)  # (B / parts, seq_len, vocab_size)
-                part_loss = masked_loss(logits, y) / count * common.WORLD  # DDP divides by it
-                t.scaler.scale(part_loss).backward()
-                loss += part_loss.detach()
-            common.update(model, loss, s, t)
-            if common.evaluation_due(s, t):
-                with t.clock.paused():
+                    logits = run.forward(x)  # (B / parts, seq_len, vocab_size)
+                run.backward(masked_loss(logits, y) / count * common.WORLD)  # DDP divides by it
+            run.update()
+            if run.evaluation_due():
+                with run.paused():
                     val_loss, val_accuracy = evaluate(model, *validation, s)
-                common.log(model, s, t, score=-val_loss, val_loss=val_loss,
-                           val_accuracy=val_accuracy)
-            else:
-                common.log(model, s, t)
-    common.stop_if_interrupted(model, s, t)
+                run.evaluated(val_loss=val_loss, val_accuracy=val_accuracy)
 
     show_guesses(model, corpus.val_ids, corpus.vocabulary, s)
-    result = common.write_result(
-        argv, s, t, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
-        tokens=t.step * s.batch_size * s.seq_len)
-    common.draw_curve(t.log, "nats per masked character", Path(s.out_dir) / "curve.png")
-    if s.model in ("gmlp", "amlp"):
-        matrices = [block.sgu.matrix() for block in model.trunk.blocks]  # (h, n, n) each
-        common.draw_spatial(matrices, Path(s.out_dir) / "spatial.png")
-    return result
+    if common.can_draw():
+        common.draw_curve(run.log, "nats per masked character", f"{s.out_dir}/curve.png")
+        if s.model in ("gmlp", "amlp"):
+            common.draw_gates(model, f"{s.out_dir}/spatial.png")
+    return run.write_result(
+        argv, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
+        tokens=run.step * s.batch_size * s.seq_len)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)

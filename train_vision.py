@@ -14,20 +14,17 @@ import hashlib
 import http.client
 import io
 import math
-import os
-import statistics
-import tarfile
-import tempfile
-import time
+import sys
 import types
-import urllib.request
 import warnings
 from pathlib import Path
 
 import numpy as np
+import PIL
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageDraw, ImageOps
+import torchvision
+from PIL import Image, ImageOps
 from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
 
@@ -40,9 +37,9 @@ from mixer import EncoderImageClassifier
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="auto", dataset="cifar10",
-        image_size=(32, 32), patch_size=(4, 4), in_channels=3, stored_size=None,
+        image_size=(32, 32), patch_size=(4, 4), in_channels=3,
         d_model=128, d_ffn=512, n_layers=4, n_heads=4, d_attn=64, d_token=None,
-        recipe="batch", flip=0.5, crop=4, erasing=0.0, mixup=0.0, cutmix=0.0, label_smoothing=0.0,
+        recipe="batch", flip=0.5, crop=4, mixup=0.0, cutmix=0.0, label_smoothing=0.0,
         dropout=0.0, drop_path=0.0,
         batch_size=64, grad_accum=1, max_iters=1800, eval_interval=600, log_interval=50,
         optimizer="muon", schedule="linear", learning_rate=4e-3, min_lr=0.0, warmup_iters=200,
@@ -59,18 +56,17 @@ PRESETS = {
     "long/vit": dict(n_layers=3, learning_rate=2e-3),
     "gpu": dict(
         patch_size=(2, 2), d_model=256, d_ffn=1024, n_layers=12, n_heads=8, drop_path=0.2,
-        erasing=0.25, mixup=0.2, cutmix=1.0, label_smoothing=0.1, batch_size=256,
-        max_iters=40_000, eval_interval=1000, warmup_iters=1000, learning_rate=2e-3),
+        mixup=0.2, cutmix=1.0, label_smoothing=0.1, batch_size=256, max_iters=40_000,
+        eval_interval=1000, warmup_iters=1000, learning_rate=2e-3),
     "gpu/amlp": dict(d_ffn=832),
     "gpu/mixer": dict(d_ffn=768, learning_rate=1e-3),
     "gpu/vit": dict(n_layers=6, learning_rate=1e-3),
     # The Paddle AI Studio article "gMLP & aMLP" (2022): gMLP-Ti, 100 passes over CIFAR-10
     "classic": dict(
-        toeplitz=False, image_size=(224, 224), patch_size=(16, 16), stored_size=(32, 32),
-        d_model=128, d_ffn=768, n_layers=30, n_heads=1, recipe="article", crop=0, mixup=0.2,
-        label_smoothing=0.1, drop_path=0.1, batch_size=128, max_iters=39_100, eval_interval=391,
-        optimizer="adamw", schedule="cosine", learning_rate=1e-3, warmup_iters=0, beta2=0.999,
-        weight_decay=0.0, l2=1e-5, grad_clip=0.0),
+        toeplitz=False, image_size=(224, 224), patch_size=(16, 16), d_model=128, d_ffn=768,
+        n_layers=30, recipe="article", crop=0, mixup=0.2, label_smoothing=0.1, drop_path=0.1,
+        batch_size=128, max_iters=39_100, eval_interval=391, optimizer="adamw", schedule="cosine",
+        learning_rate=1e-3, warmup_iters=0, beta2=0.999, weight_decay=0.0, l2=1e-5, grad_clip=0.0),
 }
 IMAGENET = [0.485 * 255, 0.456 * 255, 0.406 * 255], [0.229 * 255, 0.224 * 255, 0.225 * 255]
 
@@ -84,64 +80,52 @@ def pair(text):
 
 
 def parse_flags(argv):
-    parser = common.Parser(__doc__)
     models = ("gmlp", "amlp", "mixer", "vit")
-    common.add_common_flags(parser, PRESETS, models, "vision")
+    parser = common.training_parser("vision", __doc__, PRESETS, models)
     add = parser.add_argument
     add("--dataset", choices=("cifar10", "shapes"), help="the built-in data")
     add("--image_size", type=pair, help="32 or 32,64 (height,width): images are resized to it")
     add("--patch_size", type=pair, help="of a token, like --image_size")
     add("--in_channels", type=common.COUNT, choices=(1, 3), help="1: grey, 3: colour")
-    add("--stored_size", type=pair, help="keep images smaller in memory, enlarge each batch")
     add("--flip", type=common.PROBABILITY, help="chance to mirror an image")
     add("--crop", type=common.number(int, 0), help="shift an image by up to this many pixels")
-    add("--erasing", type=common.PROBABILITY, help="chance to cover a random box")
     add("--mixup", type=common.RATE, help="alpha of MixUp: blends pairs of images")
     add("--cutmix", type=common.RATE, help="alpha of CutMix: pastes a box of another image")
     add("--label_smoothing", type=common.PROBABILITY, help="of the training loss")
     add("--recipe", choices=("batch", "article"), help="article: its transforms image by image, "
         "ImageNet's mean and deviation, the same drop_path in all layers")
-    add("--l2", type=common.RATE, help="penalty on the squares of all weights, as part of the loss")
+    add("--l2", type=common.RATE, help="Adam with this penalty on the squares of all weights")
     add("--predict", nargs="+", metavar="FILE", help="classify pictures, by OUT_DIR/best.pt")
-    kept = dict(classes=list, mean=list, std=list, data_sha256=str)
-    return common.read_settings(parser, PRESETS, argv, "vision", kept)
-
-
-def check_settings(s):
-    if s.data and s.dataset == "shapes" and not s.eval:
-        common.fail(f"--data={s.data} and --dataset=shapes exclude each other")
+    s, checkpoint = common.read_settings(parser, PRESETS, argv)
+    height, width = stored_size(s)
     if s.model in ("gmlp", "amlp") and s.positions not in ("auto", "none"):
         common.fail(f"--positions={s.positions}: {s.model} knows the places by W, leave it out")
-    if s.crop >= min(stored_size(s)):
-        height, width = stored_size(s)
+    if s.crop >= min(height, width):
         common.fail(f"--crop={s.crop} shifts an image of {height} x {width} out of sight: lower it")
-    if (1, 1) in (s.image_size, stored_size(s)):
-        common.fail("--image_size and --stored_size: an image of 1 x 1 shows nothing, give more")
-    common.check_sizes(build_model, s, 10)
+    if s.image_size == (1, 1):
+        common.fail("--image_size=1: an image of 1 x 1 shows nothing, give more")
+    if s.l2 and (s.optimizer == "muon" or s.weight_decay):
+        common.fail(f"--l2={s.l2} is for Adam: add --optimizer=adamw --weight_decay=0")
+    return s, checkpoint
 
 
 def stored_size(s):
-    return s.stored_size or s.image_size
+    """CIFAR-10 stays as small as it is and is enlarged batch by batch."""
+    return (32, 32) if s.dataset == "cifar10" and not s.data else s.image_size
 
 
-def build_model(s, n_classes):
-    shared = dict(in_channels=s.in_channels, dropout=s.dropout, drop_path=s.drop_path)
-    sizes = s.image_size, s.patch_size, n_classes, s.d_model, s.d_ffn, s.n_layers
+def describe_model(s, n_classes):
+    """The model's class, and the arguments that it is built from."""
+    args = dict(image_size=s.image_size, patch_size=s.patch_size, n_classes=n_classes,
+                d_model=s.d_model, d_ffn=s.d_ffn, n_layers=s.n_layers, in_channels=s.in_channels,
+                toeplitz=s.toeplitz, dropout=s.dropout, drop_path=s.drop_path)
     if s.model in ("gmlp", "amlp"):
-        d_attn = s.d_attn if s.model == "amlp" else None
-        model = GMLPImageClassifier(
-            *sizes, toeplitz=s.toeplitz, n_heads=s.n_heads, d_attn=d_attn, **shared)
-    else:
-        auto = "learned" if s.model == "vit" else None  # a Mixer needs none
-        positions = {"auto": auto, "none": None}.get(s.positions, s.positions)
-        model = EncoderImageClassifier(
-            *sizes, token_mixer="mixer" if s.model == "mixer" else "attention",
-            toeplitz=s.toeplitz, d_token=s.d_token, n_heads=s.n_heads, positions=positions,
-            **shared)
-    if s.recipe == "article":
-        for block in model.trunk.blocks:
-            block.drop_path.p = s.drop_path
-    return model
+        return GMLPImageClassifier, args | dict(
+            n_heads=s.n_heads if s.toeplitz else 1, d_attn=s.d_attn if s.model == "amlp" else None)
+    auto = "learned" if s.model == "vit" else None  # a Mixer needs none
+    return EncoderImageClassifier, args | dict(
+        token_mixer="mixer" if s.model == "mixer" else "attention", d_token=s.d_token,
+        n_heads=s.n_heads, positions=dict(auto=auto, none=None).get(s.positions, s.positions))
 
 
 # ---------------------------------------------------------------- data: images (N, C, h, w), uint8
@@ -184,60 +168,30 @@ def draw_shapes(n, size, seed):
     return torch.cat(images), [[*SHAPES][label] for label in labels.tolist()]
 
 
-def fetch_cifar(folder):
-    """Unpack CIFAR-10 in folder: from the archive there, or else from the network."""
-    archive = folder / CIFAR10.filename
-    ways = (f"save it as {archive} by hand, take images of your own with --data=DIR, or drawn ones "
-            "with --dataset=shapes")
-    there = os.path.exists(archive)
-    source = archive if there else CIFAR10.url
-    try:
-        if there:
-            content = archive.read_bytes()
-        else:
-            print(f"getting CIFAR-10 (170 MB) from {source}")
-            with urllib.request.urlopen(source, timeout=10) as response:
-                content = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        common.fail(f"no CIFAR-10: {source} is out of reach ({error}); {ways}", 1)
-    found = hashlib.md5(content).hexdigest()
-    if found != CIFAR10.tgz_md5:
-        common.fail(f"{source} has md5 {found}, not {CIFAR10.tgz_md5}: "
-                    + ("delete it, or " if there else "try again, or ") + ways, 1)
-    if not there:
-        common.write_file(archive, content)
-    try:
-        with (tarfile.open(fileobj=io.BytesIO(content)) as tar,
-              tempfile.TemporaryDirectory(dir=folder) as beside):
-            tar.extractall(beside, filter="data")
-            os.replace(Path(beside, CIFAR10.base_folder), folder / CIFAR10.base_folder)
-    except OSError as error:
-        common.fail(f"cannot unpack {archive} beside itself: {error.strerror}", 1)
-
-
 def read_cifar(s, train):
-    """CIFAR-10's images (N, 3, 32, 32) and the names of their classes, fetched if need be."""
-    folder = Path(s.data_dir)
-    if not os.path.exists(folder / CIFAR10.base_folder):
-        fetch_cifar(folder)
+    """CIFAR-10's images (N, 3, 32, 32) and the names of their classes. torchvision downloads and
+    checks it."""
     try:
         with warnings.catch_warnings():  # an old NumPy pickled the files, newer ones warn of it
-            warnings.filterwarnings("ignore", message=r"dtype\(\): align should be passed")
-            cifar = CIFAR10(folder, train=train)
-    except (RuntimeError, OSError):
-        common.fail(f"{folder / CIFAR10.base_folder} is not whole: delete it and run again", 1)
+            warnings.simplefilter("ignore")
+            cifar = CIFAR10(s.data_dir, train=train, download=True)
+    except (OSError, RuntimeError, http.client.HTTPException) as error:
+        common.fail(f"no CIFAR-10 ({' '.join(str(error).split())}): save {CIFAR10.url} in "
+                    f"{s.data_dir} by hand, take images of your own with --data=DIR, or drawn ones "
+                    "with --dataset=shapes", 1)
     images = torch.from_numpy(cifar.data).permute(0, 3, 1, 2).contiguous()  # (N, 3, 32, 32)
     return images, [cifar.classes[label] for label in cifar.targets]
 
 
-def read_image(path, size, channels):
-    """The picture at path, squeezed to size: (C, h, w), on white where it is transparent. Any error
-    if it is broken, or so large that PIL warns of it (90 million pixels)."""
+def read_image(file, size, channels):
+    """The picture in a file (or its name), squeezed to size: (C, h, w), on white where it is
+    transparent. Any error if it is broken, or so large that PIL warns of it (90 million pixels)."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(path) as image:
+        with Image.open(file) as image:
             if image.mode == "F":
                 raise ValueError("its pixels are fractions, of a range that it does not tell")
+            image.draft("RGB", (2 * size[1], 2 * size[0]))  # no large JPEG need be decoded whole
             image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I"):  # 16 bits, which convert() would cut off at 255
                 pixels = np.array(image)
@@ -252,181 +206,128 @@ def read_image(path, size, channels):
     return torch.from_numpy(np.array(image)).view(*size, channels).permute(2, 0, 1)
 
 
-def read_folder(folder, size, channels, data_dir):
-    """The images (N, C, h, w) of folder/<class>/* and the names of their classes: from the cache in
-    data_dir, unless a file has changed. Hidden folders and files do not count."""
+def read_images(files, s, digest=None):
+    """The readable ones of the files, and their images (N, C, h, w); the others are told. digest
+    is fed with the bytes of all."""
+    images = torch.empty(len(files), s.in_channels, *stored_size(s), dtype=torch.uint8)
+    readable, broken = [], []
+    for file in files:
+        try:
+            content = Path(file).read_bytes()
+            if digest:
+                digest.update(content)
+            picture = read_image(io.BytesIO(content), stored_size(s), s.in_channels)
+        except MemoryError:
+            raise
+        except Exception as error:  # a broken file can raise nearly anything
+            broken.append(f"{file} ({getattr(error, 'strerror', None) or error})")
+            continue
+        images[len(readable)] = picture
+        readable.append(file)
+    if broken:
+        print(common.visible(f"{len(broken)} of {len(files)} files are no readable images and left "
+                             f"out: {', '.join(broken[:5])}") + ", ..." * (len(broken) > 5),
+              file=sys.stderr)
+    return readable, images[:len(readable)]
+
+
+def read_folder(folder, s, digest):
+    """The images (N, C, h, w) of folder/<class>/* and the names of their classes. Hidden folders
+    and files do not count."""
     wanted = "--data=DIR takes images in DIR/train/<class>/* and DIR/test/<class>/*"
     try:
         kinds = [kind for kind in sorted(folder.iterdir()) if kind.is_dir() and kind.name[0] != "."]
         files = [file for kind in kinds for file in sorted(kind.iterdir())
                  if file.is_file() and file.name[0] != "."]
-        state = [(str(file), at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino)
-                 for file in files for at in [file.stat()]]
     except OSError as error:
         common.fail(f"cannot read {folder}: {error.strerror}; {wanted}")
-    key = hashlib.sha256(repr((state, size, channels)).encode()).hexdigest()
-    name = f"{folder.resolve().parent.name}-{folder.name}-{size[0]}x{size[1]}x{channels}.pt"
-    try:
-        kept = common.read_checkpoint(Path(data_dir) / name)
-        current = kept["key"] == key
-    except Exception:  # none there, or broken, which can raise nearly anything
-        current = False
-    if not current:
-        kept, opened = decode(files, size, channels)
-        if opened:
-            common.save_checkpoint(Path(data_dir) / name, key=key, **kept)
-    images, names, broken = kept["images"], kept["names"], kept["broken"]
-    if broken:
-        print(common.visible(
-            f"{len(broken)} files in {folder} are no readable images and left out: "
-            f"{', '.join(broken[:5])}{', ...' if len(broken) > 5 else ''}"))
-    if not names:
+    files, images = read_images(files, s, digest)
+    if not files:
         common.fail(f"no image found in {folder}: {wanted}")
+    names = [file.parent.name for file in files]
     empty = [kind.name for kind in kinds if kind.name not in set(names)]
     if empty:
         print(common.visible(f"no images in {folder} for {', '.join(empty)}: left out"))
+    digest.update(repr(names).encode())
     return images, names
 
 
-def decode(files, size, channels):
-    """The readable files: images (N, C, h, w) and the names of their classes; and the others. Then
-    whether all could be opened: who may read a file can change, and the file does not show it."""
-    images = torch.empty(len(files), channels, *size, dtype=torch.uint8)
-    names, broken, opened, shown = [], [], True, time.perf_counter()
-    for done, file in enumerate(files):
-        if time.perf_counter() - shown > 5:
-            print(f"decoding images: {done:,} of {len(files):,}", flush=True)
-            shown = time.perf_counter()
-        try:
-            images[len(names)] = read_image(file, size, channels)
-            names.append(file.parent.name)
-        except MemoryError:
-            raise
-        except Exception as error:  # a broken file can raise nearly anything
-            broken.append(str(file))
-            opened = opened and not getattr(error, "errno", None)  # the system's have a number
-    if broken:
-        images = images[:len(names)].clone()  # or the rest would be saved along
-    return dict(images=images, names=names, broken=broken), opened
-
-
-def load_split(s, split):
-    """"train" or "test": the images (N, C, h, w) and the names of their classes."""
-    size = stored_size(s)
+def load_split(s, split, digest):
+    """"train" or "test": the images (N, C, h, w) and the names of their classes. digest is fed with
+    what they come from, since drawing and resizing differ by a rounding between machines."""
     if s.data:
-        return read_folder(Path(s.data) / split, size, s.in_channels, s.data_dir)
+        return read_folder(Path(s.data) / split, s, digest)
     if s.dataset == "shapes":
-        images, names = draw_shapes(*((4000, size, 1) if split == "train" else (1000, size, 2)))
+        n, seed = (4000, 1) if split == "train" else (1000, 2)
+        digest.update(f"shapes {n} {seed} {s.image_size}".encode())
+        images, names = draw_shapes(n, s.image_size, seed)
     else:
+        digest.update(f"{CIFAR10.tgz_md5} {split}".encode())
         images, names = read_cifar(s, split == "train")
-    images = v2.functional.resize(images, list(size))
     return images if s.in_channels == 3 else v2.functional.rgb_to_grayscale(images), names
 
 
 def load_data(s, checkpoint):
-    """(data name, view, train, test). view is what a checkpoint keeps of the data: the classes, and
-    the mean and std of each channel. train and test hold images and labels (N,); with --eval, train
-    is None and not looked at."""
+    """train and test, each images (N, C, h, w) and labels (N,), and classes, mean and std of the
+    channels, name and sha256. --eval needs no train; a checkpoint tells classes, mean and std."""
+    digest = hashlib.sha256()
     with common.first_process_first():
-        test, train = load_split(s, "test"), None if s.eval else load_split(s, "train")
-    classes = checkpoint["classes"] if s.eval else sorted(set(train[1]))
-    if checkpoint and classes != checkpoint["classes"]:
-        common.fail(f"the checkpoint's classes are {', '.join(checkpoint['classes'])}, the data's "
-                    f"{', '.join(classes)}: resume with the data that the run began with")
+        splits = {split: load_split(s, split, digest)
+                  for split in (("test",) if s.eval else ("train", "test"))}
+    classes = checkpoint["classes"] if checkpoint else sorted(set(splits["train"][1]))
     if len(classes) < 2:
         common.fail(f"the only class with training images is {classes[0]}: give two or more")
-    unknown = sorted(set(test[1]) - set(classes))
-    if unknown:
-        print(f"test images of {common.visible(', '.join(unknown))} are left out: there are none "
-              "to train on")
-    if not set(test[1]) - set(unknown):
-        common.fail(f"there are test images of {', '.join(unknown)}, and none of the classes "
-                    f"trained on, {', '.join(classes)}")
-
-    def labelled(images, names):
+    data = types.SimpleNamespace(
+        classes=classes, name=Path(s.data).name if s.data else s.dataset, sha256=digest.hexdigest())
+    for split, (images, names) in splits.items():
+        unknown = sorted(set(names) - set(classes))
+        if unknown:
+            print(common.visible(f"{split} images of {', '.join(unknown)} are left out: there are "
+                                 "none to train on"))
         place = {name: i for i, name in enumerate(classes)}
         labels = torch.tensor([place.get(name, -1) for name in names])
-        if labels.min() < 0:
-            images, labels = images[labels >= 0], labels[labels >= 0]
-        return types.SimpleNamespace(images=images, labels=labels)
-    test, train = labelled(*test), train and labelled(*train)
+        images, labels = (images, labels) if not unknown else (
+            images[labels >= 0], labels[labels >= 0])
+        if not len(labels):
+            common.fail(f"there are {split} images of {', '.join(unknown)}, and none of the "
+                        f"classes trained on, {', '.join(classes)}")
+        setattr(data, split, types.SimpleNamespace(images=images, labels=labels))
     if checkpoint:
-        mean, std = checkpoint["mean"], checkpoint["std"]
+        data.mean, data.std = checkpoint["mean"], checkpoint["std"]
     elif s.recipe == "article" and s.in_channels == 3:
-        mean, std = IMAGENET
-    else:
-        mean = [channel.float().mean().item() for channel in train.images.unbind(dim=1)]
-        std = [max(1.0, channel.float().std().item()) for channel in train.images.unbind(dim=1)]
-    name = Path(s.data).resolve().name if s.data else s.dataset
-    count = f"{len(train.labels):,} images to train on, " if train else ""
+        data.mean, data.std = IMAGENET
+    else:  # one channel at a time: they become floats
+        channels = [channel.float() for channel in data.train.images.unbind(dim=1)]
+        data.mean = [channel.mean().item() for channel in channels]
+        data.std = [max(1.0, channel.std().item()) for channel in channels]
+    counts = ", ".join(f"{len(vars(data)[split].labels):,} images to {split}" for split in splits)
     height, width = stored_size(s)
-    print(common.visible(
-        f"data {name}: {count}{len(test.labels):,} images to test, {height} x {width} pixels, "
-        f"{len(classes)} classes: {', '.join(classes)}"))
-    return name, types.SimpleNamespace(classes=classes, mean=mean, std=std), train, test
-
-
-def sha256_of(*splits):
-    digest = hashlib.sha256()
-    for split in splits:
-        digest.update(split.images.numpy())
-        digest.update(split.labels.numpy())
-    return digest.hexdigest()
+    print(common.visible(f"data {data.name}: {counts}, {height} x {width} pixels, {len(classes)} "
+                         f"classes: {', '.join(classes)}"))
+    return data
 
 
 # ------- augmentation of whole batches: each image its own draw, but for MixUp's and CutMix's share
 
 
-def flip(images, p, generator):
+def flip(images, p):
     """images (B, C, H, W) -> the same shape, each mirrored with probability p."""
-    mirrored = torch.rand(len(images), 1, 1, 1, generator=generator).to(images.device) < p
+    mirrored = torch.rand(len(images), 1, 1, 1).to(images.device) < p
     return torch.where(mirrored, images.flip(-1), images)
 
 
-def crop(images, reach, generator):
+def crop(images, reach):
     """images (B, C, H, W) -> the same shape, each shifted by up to reach pixels both ways; what
     comes into view is the image mirrored at its edge. reach < H, W."""
-    B, C, H, W = images.shape
-
-    def places(length):  # (B, length): which row (or column) to show at each
-        shift = torch.randint(-reach, reach + 1, (B, 1), generator=generator).to(images.device)
-        place, last = torch.arange(length, device=images.device) + shift, length - 1
-        return last - (last - place.abs()).abs()  # -1 becomes 1, last + 1 becomes last - 1
-    pixels = places(H)[:, :, None] * W + places(W)[:, None]  # (B, H, W)
-    pixels = pixels.view(B, 1, H * W).expand(B, C, H * W)
-    return images.flatten(2).gather(2, pixels).view(images.shape)
-
-
-def erase(images, p, generator):
-    """images (B, C, H, W), normalised -> the same shape; with probability p each loses a box to the
-    mean colour: 2 to 33 % of its area, sides up to 1 : 3.3 (Zhong et al. 2017,
-    arXiv:1708.04896)."""
     B, _, H, W = images.shape
-    chance, area, ratio, top, left = torch.rand(5, B, 1, generator=generator)  # (B, 1) each
-    area = 0.02 + area * 0.31
-    ratio = (math.log(3.3) * (2 * ratio - 1)).exp()
-    height = ((area * ratio).sqrt() * H).clamp(max=H).round()
-    width = ((area / ratio).sqrt() * W).clamp(max=W).round()
-    top, left = (top * (H - height + 1)).floor(), (left * (W - width + 1)).floor()
-    y, x = torch.arange(H), torch.arange(W)
-    rows = (top <= y) & (y < top + height) & (chance < p)  # (B, H)
-    columns = (left <= x) & (x < left + width)  # (B, W)
-    box = rows[:, None, :, None] & columns[:, None, None, :]  # (B, 1, H, W)
-    return images.masked_fill(box.to(images.device), 0.0)
-
-
-def mix(images, labels, s, n_classes):
-    """images (B, C, H, W), labels (B,) -> images, targets (B, n_classes): MixUp or CutMix, the one
-    whose alpha is not 0, or either at random; one share (one box) for the whole batch. Draws from
-    PyTorch's global generator."""
-    mixers = [kind(alpha=alpha, num_classes=n_classes)
-              for kind, alpha in ((v2.MixUp, s.mixup), (v2.CutMix, s.cutmix)) if alpha]
-    return v2.RandomChoice(mixers)(images, labels)
+    y, x = torch.randint(2 * reach + 1, (2, B)).to(images.device)
+    padded = F.pad(images.float(), 4 * (reach,), mode="reflect")  # it takes no bytes
+    windows = padded.unfold(2, H, 1).unfold(3, W, 1)  # (B, C, 2 reach + 1, 2 reach + 1, H, W)
+    return windows[torch.arange(B, device=images.device), :, y, x].to(images.dtype)
 
 
 def transform_as_article(images, s):
-    """images (B, C, h, w) -> (B, C, H, W), one at a time, as the article does. Slow. Draws from
-    PyTorch's global generator."""
+    """images (B, C, h, w) -> (B, C, H, W), one at a time, as the article does. Slow."""
     transform = v2.Compose([
         v2.ColorJitter(0.4, 0.4, 0.4), v2.RandomResizedCrop(s.image_size, scale=(0.6, 1.0)),
         v2.RandomRotation(30)])
@@ -434,65 +335,58 @@ def transform_as_article(images, s):
     return torch.stack([transform(image) for image in images])
 
 
-def normalise(images, view, s):
+def mix(images, labels, s, n_classes):
+    """images (B, C, H, W), labels (B,) -> images, targets (B, n_classes): MixUp or CutMix, the one
+    whose alpha is not 0, or either at random; one share (one box) for the whole batch."""
+    mixers = [kind(alpha=alpha, num_classes=n_classes)
+              for kind, alpha in ((v2.MixUp, s.mixup), (v2.CutMix, s.cutmix)) if alpha]
+    return v2.RandomChoice(mixers)(images, labels)
+
+
+def normalise(images, data, s):
     """images (B, C, h, w), uint8 -> what the model takes: (B, C, H, W) floats on its device."""
     images = v2.functional.resize(images.to(s.device), list(s.image_size)).float()
-    mean, std = torch.tensor([view.mean, view.std], device=s.device)[..., None, None]  # (C, 1, 1)
+    mean, std = torch.tensor([data.mean, data.std], device=s.device)[..., None, None]  # (C, 1, 1)
     return (images - mean) / std
 
 
-def draw_batch(train, view, s, generator):
-    """images (B, C, H, W), augmented and normalised, and targets (B,), or (B, classes) if mixed."""
-    index = torch.randint(len(train.labels), (s.batch_size,), generator=generator).to(s.device)
-    images, targets = train.images[index], train.labels[index]
+def draw_batch(data, s):
+    """images (B, C, H, W), augmented and normalised, and targets (B,), or (B, classes) if mixed.
+    Draws from PyTorch's global generator, as torchvision's transforms do."""
+    index = torch.randint(len(data.train.labels), (s.batch_size,)).to(data.train.labels.device)
+    images, targets = data.train.images[index], data.train.labels[index]
     if s.flip:
-        images = flip(images, s.flip, generator)
+        images = flip(images, s.flip)
     if s.crop:
-        images = crop(images, s.crop, generator)
+        images = crop(images, s.crop)
     if s.recipe == "article":
         images = transform_as_article(images, s)
-    images = normalise(images, view, s)
-    if s.erasing:
-        images = erase(images, s.erasing, generator)
+    images = normalise(images, data, s)
     if s.mixup or s.cutmix:
-        images, targets = mix(images, targets, s, len(view.classes))
+        images, targets = mix(images, targets, s, len(data.classes))
     return images, targets
-
-
-def share_of_batches(train, view, s, t):
-    """The part of a training step that draw_batch takes: its median time over the mean step's."""
-    seconds = []
-    for _ in range(9):
-        clock = common.Clock(s.device)
-        clock.start()
-        draw_batch(train, view, s, torch.Generator().manual_seed(0))
-        clock.stop()
-        seconds.append(clock.seconds)
-    return statistics.median(seconds) / (t.clock.seconds / t.step)
 
 
 # ------------------------------------------------------------------------ evaluation and pictures
 
 
 @torch.no_grad()
-def predict(model, images, view, s):
+def predict(model, images, data, s):
     """images (N, C, h, w), uint8 -> logits (N, classes), on the CPU."""
-    was_training = model.training
     model.eval()
     logits, n = [], math.prod(s.image_size) // math.prod(s.patch_size)  # n: tokens of an image
     for part in images.split(max(1, 16_000 // n)):
         with common.autocast(s):
-            logits.append(model(normalise(part, view, s)).float().cpu())
-    model.train(was_training)
+            logits.append(model(normalise(part, data, s)).float().cpu())
     return torch.cat(logits)
 
 
-def evaluate(model, test, view, s):
+def evaluate(model, data, s):
     """(loss, accuracy) on all test images, as they are. There is no third split: they also choose
     best.pt, whose accuracy is flattered by that, unlike that of the last evaluation."""
-    logits = predict(model, test.images, view, s)
-    loss = F.cross_entropy(logits, test.labels).item()
-    return loss, (logits.argmax(dim=1) == test.labels).double().mean().item()
+    logits = predict(model, data.test.images, data, s)
+    loss = F.cross_entropy(logits, data.test.labels).item()
+    return loss, (logits.argmax(dim=1) == data.test.labels).double().mean().item()
 
 
 def confusion_of(guesses, labels, n_classes):
@@ -502,154 +396,148 @@ def confusion_of(guesses, labels, n_classes):
     return pairs.bincount(minlength=n_classes**2).view(n_classes, n_classes)
 
 
-def spread(test, count):
+def some_of(test, count):
     """The places of count test images (fewer if there are fewer), evenly spread."""
-    count = min(count, len(test.labels))
-    return torch.linspace(0, len(test.labels) - 1, count).round().long()
+    return torch.linspace(0, len(test.labels) - 1, min(count, len(test.labels))).round().long()
 
 
-def shown(images, pixels=96):
-    """images (N, C, h, w), uint8 -> (N, 3, H, W), 0 to 1, enlarged to that many pixels or more."""
-    images = F.interpolate(images / 255, scale_factor=math.ceil(pixels / images.shape[-1]))
-    return images.expand(-1, 3, -1, -1)
+def short(name):
+    """A class's name, so that it fits below a picture."""
+    return name if len(name) <= 14 else f"{name[:13]}\u2026"
 
 
-def draw_predictions(test, logits, classes, path):
+def tile(axes, row, column, picture, text, color="black", **style):
+    """A picture (C, h, w), or numbers (rows, columns), as one of many on the same axes (which is
+    ten times as fast as axes each), the text below it."""
+    if picture.ndim == 3:
+        picture = picture.permute(1, 2, 0).expand(-1, -1, 3)
+    left, top = column, -1.3 * row
+    axes.imshow(picture.numpy(), extent=(left, left + 0.92, top - 0.92, top), **style)
+    axes.text(left + 0.46, top - 0.95, text, ha="center", va="top", fontsize=8,
+              color=color, parse_math=False)
+    axes.set(xlim=(0, max(column + 1, axes.get_xlim()[1])),
+             ylim=(min(top - 1.3, axes.get_ylim()[0]), 0))
+    axes.axis("off")
+
+
+def draw_predictions(data, logits, path):
     """40 test images with the guess and its probability; wrong ones in red, with the truth."""
-    some, tiles = spread(test, 40), []
+    some = some_of(data.test, 40)
     sure, guesses = logits[some].softmax(dim=1).max(dim=1)
-    for picture, p, guess, label in zip(shown(test.images[some]), sure, guesses, test.labels[some]):
-        frame = F.pad(torch.ones_like(picture), (4, 4, 4, 4), value=1.0)  # (3, H + 8, W + 8)
-        text = f"{classes[guess]} {p:.0%}"
-        if guess != label:
-            frame[1:] = 0.0
-            text += f"\nis {classes[label]}"
-        frame[:, 4:-4, 4:-4] = picture
-        tile = v2.functional.to_pil_image(F.pad(frame, (0, 0, 0, 26), value=1.0))
-        text = text.encode("ascii", "replace").decode()  # all that every font has
-        ImageDraw.Draw(tile).multiline_text((4, tile.height - 26), text, fill="black", spacing=1)
-        tiles.append(v2.functional.pil_to_tensor(tile) / 255)
-    common.save_picture(torch.stack(tiles), path, columns=8)
+    right = (guesses == data.test.labels[some]).sum().item()
+    with common.picture(path, f"{right} of {len(some)} right", 10, 8.5) as figure:
+        axes = figure.subplots()
+        for k, (i, p, guess) in enumerate(zip(some, sure, guesses)):
+            name, truth = data.classes[guess], data.classes[data.test.labels[i]]
+            text, color = (f"{short(name)} {p:.0%}", "black") if name == truth else (
+                f"{short(name)} {p:.0%}\nis {short(truth)}", "red")
+            tile(axes, k // 8, k % 8, data.test.images[i], text, color)
 
 
-def draw_spatial(model, s, path):
-    """For each layer (across) and head, what two tokens (marked) hear from the patches around."""
+def draw_where(model, data, s, path):
+    """12 test images, each above a map of what covering a patch by grey does to the probability of
+    the right answer."""
     rows, columns = (size // patch for size, patch in zip(s.image_size, s.patch_size))
-    tokens = [(rows // 2, columns // 2), (rows // 4, columns // 4)]
-    matrices = []
-    for block in model.trunk.blocks:
-        W = block.sgu.matrix().unflatten(-1, (rows, columns))  # (h, n, rows, columns)
-        matrices.append(torch.cat([W[:, i * columns + j] for i, j in tokens]))
-    marks = [token for token in tokens for _ in range(s.n_heads)]
-    common.draw_spatial(matrices, path, marks)
-
-
-def draw_where(model, test, view, s, path):
-    """12 test images, each beside a map of what covering a patch by grey does to the probability of
-    the right answer: red where it falls, blue where it rises; by square roots, all maps on one
-    scale."""
-    rows, columns = (size // patch for size, patch in zip(s.image_size, s.patch_size))
-    some = spread(test, 12)
-    images = v2.functional.resize(test.images[some], list(s.image_size))  # (12, C, H, W)
+    some = some_of(data.test, 12)
+    images = v2.functional.resize(data.test.images[some], list(s.image_size))  # (12, C, H, W)
     cover = torch.eye(rows * columns).view(-1, 1, rows, columns)
     cover = F.interpolate(cover, s.image_size).bool()  # (n, 1, H, W)
-    falls = []
-    for image, label in zip(images, test.labels[some]):
+    falls, sure = [], []
+    for image, label in zip(images, data.test.labels[some]):
         covered = torch.where(cover, 128, image).to(torch.uint8)  # (n, C, H, W)
-        p = predict(model, torch.cat([image[None], covered]), view, s).softmax(dim=1)[:, label]
+        p = predict(model, torch.cat([image[None], covered]), data, s).softmax(dim=1)[:, label]
         falls.append((p[0] - p[1:]).view(rows, columns))
-    falls = torch.stack(falls)  # (12, rows, columns)
-    falls = falls / falls.abs().max().clamp(min=1e-12)
-    pictures, maps = shown(images), common.red_and_blue(falls.sign() * falls.abs().sqrt())
-    maps = F.interpolate(maps, pictures.shape[2:])  # (12, 3, H, W), zoomed
-    common.save_picture(torch.stack([pictures, maps], dim=1).flatten(0, 1), path, columns=8)
+        sure.append(p[0])
+    style = common.red_and_blue(max(1e-12, torch.stack(falls).abs().max().item()))
+    title = "What covering a patch takes from the right answer (red), or adds to it (blue)"
+    with common.picture(path, title, 10, 8) as figure:
+        axes = figure.subplots()
+        for k, (image, fall, label, p) in enumerate(
+                zip(images, falls, data.test.labels[some], sure)):
+            tile(axes, 2 * (k // 6), k % 6, image, f"{short(data.classes[label])} {p:.0%}")
+            tile(axes, 2 * (k // 6) + 1, k % 6, fall, "", **style)
+        figure.colorbar(axes.images[1], ax=axes, label="probability lost", shrink=0.6)
 
 
-def read_pictures(s):
-    """The files of --predict: (N, C, h, w)."""
-    pictures = []
-    for file in s.predict:
-        try:
-            pictures.append(read_image(file, stored_size(s), s.in_channels))
-        except Exception as error:  # a broken file can raise nearly anything
-            common.fail(f"cannot read the picture {file}: {getattr(error, 'strerror', 0) or error}")
-    return torch.stack(pictures)
+def draw_gates(model, s, path):
+    """For each layer and head, what two tokens (marked) hear from the patches around."""
+    rows, columns = (size // patch for size, patch in zip(s.image_size, s.patch_size))
+    W, layers = common.gates_of(model)  # (h, layers, n, n)
+    tokens = [(rows // 2, columns // 2), (rows // 4, columns // 4)]
+    heard = torch.cat([W[:, :, row * columns + column] for row, column in tokens])
+    common.draw_weights(
+        heard.unflatten(-1, (rows, columns)), layers, path, "What a patch (dot) hears from the "
+        "others: red adds, blue subtracts", "column of patches", "row of patches", tokens)
 
 
-def main(argv=None):
+def main(argv=()):
     s, checkpoint = parse_flags(argv)
-    check_settings(s)
+    if checkpoint:
+        model = common.load_model(checkpoint, s, GMLPImageClassifier, EncoderImageClassifier)
+        args = checkpoint["model_args"]
+    else:
+        common.check_sizes(*describe_model(s, 10))
 
     if s.predict:  # needs no data
         view = types.SimpleNamespace(**{k: checkpoint[k] for k in ("classes", "mean", "std")})
-        pictures = read_pictures(s)
-        model = common.new_model(build_model, s, len(view.classes), checkpoint=checkpoint)
-        best = predict(model, pictures, view, s).softmax(dim=1).topk(min(3, len(view.classes)))
-        answers = {file: [(view.classes[i], p) for i, p in zip(places, ps)] for file, places, ps
-                   in zip(s.predict, best.indices.tolist(), best.values.tolist())}
-        for file, answer in answers.items():
-            answer = ", ".join(f"{name} {p:.1%}" for name, p in answer)
-            print(common.visible(f"{file}: {answer}"))
+        files, images = read_images(s.predict, s)
+        answers = {}
+        for file, p in zip(files, predict(model, images, view, s).softmax(dim=1) if files else ()):
+            best = sorted(zip(view.classes, p.tolist()), key=lambda pair: -pair[1])[:3]
+            answers[file] = best
+            print(common.visible(f"{file}: " + ", ".join(f"{name} {p:.1%}" for name, p in best)))
+        if len(files) < len(s.predict):
+            raise SystemExit(1)
         return dict(model=s.model, iters=checkpoint["step"], predict=answers)
 
-    name, view, train, test = load_data(s, checkpoint)
-    model = common.new_model(build_model, s, len(view.classes), checkpoint=checkpoint)
-
+    data = load_data(s, checkpoint)
     if s.eval:
-        val_loss, val_accuracy = evaluate(model, test, view, s)
+        val_loss, val_accuracy = evaluate(model, data, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per image, "
-              f"accuracy {val_accuracy:.2%} of {len(test.labels):,} test images")
+              f"accuracy {val_accuracy:.2%} of {len(data.test.labels):,} test images")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss,
                     val_accuracy=val_accuracy)
 
-    data_sha256 = sha256_of(train, test)
-    t = common.start_training("vision", s, model, checkpoint, "images", s.batch_size,
-                              data_sha256=data_sha256, **vars(view))
-    train.images, train.labels = train.images.to(s.device), train.labels.to(s.device)
-    with t.interrupt:
-        while t.step < s.max_iters and not t.interrupt.signal:
-            t.step += 1
-            images, targets = draw_batch(train, view, s, t.generator)
-            loss = 0.0
-            for x, y in zip(common.my_parts(images, s), common.my_parts(targets, s)):
+    if not checkpoint:
+        kind, args = describe_model(s, len(data.classes))
+        model = common.new_model(kind, args, s)
+    if s.recipe == "article":
+        for block in model.trunk.blocks:
+            block.drop_path.p = s.drop_path
+    data.train.images = data.train.images.to(s.device)
+    data.train.labels = data.train.labels.to(s.device)
+    with common.training(s, model, args, checkpoint, classes=data.classes, mean=data.mean,
+                         std=data.std, data_sha256=data.sha256) as run:
+        for _ in run.steps():
+            images, targets = draw_batch(data, s)
+            for x, y in zip(run.parts(images), run.parts(targets)):
                 with common.autocast(s):
-                    logits = t.forward(x)  # (B / parts, classes)
-                    part_loss = F.cross_entropy(logits, y, label_smoothing=s.label_smoothing)
-                t.scaler.scale(part_loss / s.grad_accum).backward()
-                loss += part_loss.detach() / s.grad_accum
-            if s.l2:  # by way of the gradient, as in Adam before AdamW
-                penalty = s.l2 / 2 * sum(p.square().sum() for p in model.parameters())
-                t.scaler.scale(penalty).backward()
-            common.update(model, loss, s, t)
-            if common.evaluation_due(s, t):
-                with t.clock.paused():
-                    val_loss, val_accuracy = evaluate(model, test, view, s)
-                common.log(model, s, t, score=val_accuracy, val_loss=val_loss,
-                           val_accuracy=val_accuracy)
-            else:
-                common.log(model, s, t)
-    common.stop_if_interrupted(model, s, t)
+                    logits = run.forward(x)  # (B / parts, classes)
+                    loss = F.cross_entropy(logits, y, label_smoothing=s.label_smoothing)
+                run.backward(loss / s.grad_accum)
+            run.update()
+            if run.evaluation_due():
+                with run.paused():
+                    val_loss, val_accuracy = evaluate(model, data, s)
+                run.evaluated(val_loss=val_loss, val_accuracy=val_accuracy)
 
-    share = share_of_batches(train, view, s, t)
-    print(f"drawing and augmenting a batch takes {share:.1%} of a step")
-    logits = predict(model, test.images, view, s)
-    confusion = confusion_of(logits.argmax(dim=1), test.labels, len(view.classes))
-    accuracies = (confusion.diag() / confusion.sum(dim=1)).tolist()  # NaN: no test images
-    accuracies = {c: None if math.isnan(a) else a for c, a in zip(view.classes, accuracies)}
+    logits = predict(model, data.test.images, data, s)
+    confusion = confusion_of(logits.argmax(dim=1), data.test.labels, len(data.classes))
+    right = (confusion.diag() / confusion.sum(dim=1)).tolist()  # NaN: no test images
+    right = {name: None if math.isnan(r) else r for name, r in zip(data.classes, right)}
     print("accuracy by class: " + common.visible(", ".join(
-        f"{c} {a:.1%}" for c, a in accuracies.items() if a is not None)))
-    result = common.write_result(
-        argv, s, t, data=name, data_sha256=data_sha256, images=t.step * s.batch_size,
-        batch_share=share, classes=view.classes, per_class_accuracy=accuracies,
-        confusion=confusion.tolist())
-    out = Path(s.out_dir)
-    common.draw_curve(t.log, "nats per image", out / "curve.png")
-    draw_predictions(test, logits, view.classes, out / "predictions.png")
-    draw_where(model, test, view, s, out / "where.png")
-    if s.model in ("gmlp", "amlp"):
-        draw_spatial(model, s, out / "spatial.png")
-    return result
+        f"{name} {r:.1%}" for name, r in right.items() if r is not None)))
+    if common.can_draw():
+        common.draw_curve(run.log, "nats per image", f"{s.out_dir}/curve.png")
+        draw_predictions(data, logits, f"{s.out_dir}/predictions.png")
+        draw_where(model, data, s, f"{s.out_dir}/where.png")
+        if s.model in ("gmlp", "amlp"):
+            draw_gates(model, s, f"{s.out_dir}/spatial.png")
+    return run.write_result(
+        argv, data=data.name, data_sha256=data.sha256, images=run.step * s.batch_size,
+        classes=data.classes, per_class_accuracy=right, confusion=confusion.tolist(),
+        torchvision=torchvision.__version__, pillow=PIL.__version__)
 
 
 if __name__ == "__main__":
-    common.run(main)
+    common.run_script(main)
