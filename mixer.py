@@ -188,7 +188,7 @@ class EncoderImageClassifier(nn.Module):
 
     def forward(self, images):
         """images (B, in_channels, height, width), else ValueError -> logits (B, n_classes)."""
-        if images.ndim != 4 or images.shape[1:] != self.image_shape:
+        if images.shape[1:] != self.image_shape:
             raise ValueError(f"got images {tuple(images.shape)}, not a batch of {self.image_shape}")
         x = self.patches(images).flatten(2).mT  # (B, n, d)
         return self.head(self.trunk(x).mean(dim=1))

@@ -288,7 +288,8 @@ def test_padded_batch_equals_each_text_alone(name, causal):
     for i, n in enumerate(lengths):
         same(logits[i, :n], model(ids[i: i + 1, :n])[0])
     same(model(ids, mask[1]), model(ids))  # (n, n), all True
-    logits.square().mean().backward()
+    with torch.autograd.set_detect_anomaly(True):  # raises for NaN on the way, too
+        model(ids, mask).square().mean().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
     for bad in (mask.float(), mask[:, :4], mask[:2]):
         refused("boolean of shape", model, ids, bad)
@@ -505,14 +506,16 @@ def test_dropout_sleeps_while_a_model_writes(name):
     unchanged = lambda: modes == [module.training for module in model.modules()]
     text = model.generate(prompt, 40, temperature=0)
     assert unchanged() and any(modes) and not all(modes)
-    stream = model.stream(prompt, temperature=0)
+    stream, graphs = model.stream(prompt, temperature=0), []
+    hook = model.register_forward_hook(lambda m, args, logits: graphs.append(logits.requires_grad))
     for place in range(3, 20):
         with torch.set_grad_enabled(place % 2 == 0):
-            token = next(stream)
-            assert torch.equal(token[:, 0], text[:, place]) and unchanged()
-            assert model(prompt).requires_grad == torch.is_grad_enabled() == (place % 2 == 0)
-            assert not token.requires_grad and not torch.is_inference_mode_enabled()
+            assert torch.equal(next(stream)[:, 0], text[:, place]) and unchanged()
+            assert torch.is_grad_enabled() == (place % 2 == 0)
+            assert not torch.is_inference_mode_enabled()
     stream.close()
+    hook.remove()
+    assert not any(graphs)
     assert unchanged() and torch.equal(model.eval().generate(prompt, 40, temperature=0), text)
     for module, mode in zip(model.modules(), modes):
         module.training = mode
