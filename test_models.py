@@ -2388,13 +2388,13 @@ def test_sampling(trained, told):
 
 def test_letters_are_printed_as_they_come(trained, monkeypatch, capsys):
     """Case 55: before the next letter is drawn, the last is on the screen."""
-    said = []
+    said, job = [], trained("lm")
     def stream(*_, **__):
         for i in range(3):
             said.append(capsys.readouterr().out)
             yield torch.tensor([[i + 5]])
     monkeypatch.setattr(gmlp.GMLPLanguageModel, "stream", stream)
-    trained("lm")("--sample --prompt=ANN --max_new_tokens=3", tiny=False)
+    job("--sample --prompt=ANN --max_new_tokens=3", tiny=False)
     vocabulary = "".join(sorted(set(TEXT)))
     assert said == ["ANN", vocabulary[5], vocabulary[6]]
 
