@@ -443,7 +443,7 @@ def infer(model, ids, **options):
 def sample(logits, temperature, top_k, generator):
     """logits (B, vocab_size) -> ids (B, 1), drawn on the CPU: the same draw whatever device made
     the logits. ValueError unless temperature >= 0 and top_k >= 1."""
-    if not temperature >= 0 or (top_k is not None and top_k < 1):
+    if not 0 <= temperature < float("inf") or (top_k is not None and top_k < 1):
         raise ValueError(f"{temperature = } must be 0 or more, {top_k = } 1 or more")
     logits = logits.cpu().double()
     if temperature == 0:

@@ -1873,11 +1873,12 @@ def test_models_of_the_text_scripts(job, flags):
         assert len(job("--fill=Wh_t", tiny=False)["fill"]) == 4
 
 def test_resume_further(job, trained, told, capsys):
-    """A finished run goes on with a larger --max_iters, and says that the schedule changes; where
-    nothing is left to do, that is a sentence; --resume obeys the other flags too: the optimizer's
-    saved settings do not win."""
+    """A finished run goes on with a larger --max_iters, and says that the schedule changes; without
+    one it writes its end again, which Ctrl-C may have cut short; where the log does not hold that
+    end, it is a sentence. --resume obeys the other flags too: saved settings do not win."""
     first, job = trained(job.name).result, trained(job.name, copy=job.folder)
-    told(lambda: job("--resume", tiny=False), 20, "--max_iters=20")
+    again = job("--resume", tiny=False)
+    assert [again[key] for key in ("iters", "val_loss")] == [20, first["val_loss"]]
     longer = job("--resume --max_iters=30 --weight_decay=0.5 --beta2=0.9", tiny=False)
     assert "schedule changes" in capsys.readouterr().out
     assert longer["iters"] == 30 and longer["train_seconds"] > first["train_seconds"]
@@ -1887,7 +1888,18 @@ def test_resume_further(job, trained, told, capsys):
     told(lambda: job("--resume --max_iters=25", tiny=False), 30, "--max_iters=25")
     assert job.stopped_at(33, "--resume --max_iters=40", tiny=False) == 130
     told(lambda: job("--resume --max_iters=32", tiny=False), 33, "--max_iters=32")
-    assert job("--resume --max_iters=33", tiny=False)["iters"] == 33  # it lacks its evaluation
+    told(lambda: job("--resume --max_iters=33", tiny=False), 33, "--max_iters=33")  # not evaluated
+
+def test_a_signal_in_the_last_iteration(job, monkeypatch):
+    """There is nothing left to stop: the run ends as if there had been none."""
+    update = common.Run.update
+    def signalling(run):
+        if run.step == 20:
+            signal.raise_signal(signal.SIGINT)
+        update(run)
+    monkeypatch.setattr(common.Run, "update", signalling)
+    with heard(signal.SIGINT):
+        assert job()["iters"] == 20 and (job.out / "result.json").exists()
 
 def test_the_best_checkpoint_stays(job, monkeypatch):
     """best.pt and the best figures are those of the best evaluation, also after worse ones, a
@@ -1989,7 +2001,13 @@ def test_one_run_at_a_time(job, told, monkeypatch, capsys):
         met.append(snapshot() == before)
         return evaluate(*args)
     monkeypatch.setattr(job.script, "evaluate", meanwhile)
-    job()
+    write = common.Run.write_result
+    def late(run, *args, **figures):
+        told(lambda: job("--max_iters=2"), "another run")
+        return write(run, *args, **figures)
+    with monkeypatch.context() as patch:
+        patch.setattr(common.Run, "write_result", late)
+        job()
     monkeypatch.setattr(job.script, "evaluate", raising(KeyError("of ours")))
     with pytest.raises(KeyError, match="of ours"):
         job()

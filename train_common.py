@@ -256,6 +256,8 @@ def read_settings(parser, presets, argv):
     if s.minutes:  # Run.fix_length settles both
         s.max_iters = math.inf
         s.eval_interval = (stored | given).get("eval_interval", math.inf)
+    elif s.eval_interval == math.inf:
+        s.eval_interval = math.ceil(s.max_iters / 3)
     if s.batch_size % (WORLD * s.grad_accum):
         fail(f"--batch_size={s.batch_size} is no multiple of --grad_accum={s.grad_accum}"
              + f" times {WORLD} processes" * (WORLD > 1))
@@ -518,6 +520,7 @@ def load_checkpoint(path, script):
     except Exception as error:  # a broken file can raise nearly anything
         fail(f"{path} is no whole checkpoint ({type(error).__name__})")
     kinds = dict(model_class=str, model_args=dict, model=dict, config=dict, step=int)
+    kinds |= dict(optimizers=list, scaler=dict, log=list) if Path(path).name == "ckpt.pt" else {}
     lacks = [key for key, kind in kinds.items() if not isinstance(checkpoint.get(key), kind)]
     if lacks:
         fail(f"{path} is of an earlier version, or no checkpoint of this project: it lacks "
@@ -556,10 +559,10 @@ def check_sizes(kind, args):
 
 @contextlib.contextmanager
 def training(s, model, model_args, checkpoint, **kept):
-    """The Run of a model, for as long as it trains: a lock keeps other runs out of its folder, and
-    signals wait for the end of a step. kept is saved with each checkpoint."""
-    with locked(Path(s.out_dir)), signals_noted() as noted:
-        yield Run(s, model, model_args, checkpoint, noted, kept)
+    """The Run of a model, until all is written: a lock keeps other runs out of its folder. kept is
+    saved with each checkpoint."""
+    with locked(Path(s.out_dir)), contextlib.ExitStack() as signals:
+        yield Run(s, model, model_args, checkpoint, signals, kept)
 
 
 class Run:
@@ -572,16 +575,17 @@ class Run:
     log.csv    the log, whose rows are the state of the run: how far it is, and how long it took
     """
 
-    def __init__(self, s, model, model_args, checkpoint, noted, kept):
-        self.s, self.model, self.model_args, self.noted, self.kept = (
-            s, model, model_args, noted, kept)
+    def __init__(self, s, model, model_args, checkpoint, signals, kept):
+        self.s, self.model, self.model_args = s, model, model_args
+        self.signals, self.kept = signals, kept
         self.optimizers = new_optimizers(model, s)
         device_type = torch.device(s.device).type
         self.scaler = torch.amp.GradScaler(device_type, enabled=s.dtype == "float16")
         self.step, self.seconds, self.eval_seconds, self.shown = 0, 0.0, 0.0, 0.0
         self.loss, self.losses, self.log, self.figures, self.signal = 0.0, [], [], {}, 0
         self.params = sum(p.numel() for p in model.parameters())
-        print(f"{s.model}, preset {s.preset}: {self.params:,} parameters; {s.optimizer}, "
+        optimizers = " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        print(f"{s.model}, preset {s.preset}: {self.params:,} parameters; {optimizers}, "
               f"{s.schedule} schedule; {s.device}, {s.dtype}, {torch.get_num_threads()} threads")
         if s.resume:
             with telling(f"{s.out_dir}/ckpt.pt cannot be resumed"):
@@ -597,6 +601,7 @@ class Run:
         and step alone: nothing else has to be kept. After it the log grows, and after an evaluation
         all is saved; a signal ends the run there, saved, with the status that shells expect."""
         self.began = time.perf_counter() - self.seconds
+        self.noted = self.signals.enter_context(signals_noted())
         while self.step < self.s.max_iters:
             self.step += 1
             self.model.train()
@@ -610,11 +615,12 @@ class Run:
                     self.add_row()
                     if ends:
                         self.save()
-            if self.signal:
+            if self.signal and self.step < self.s.max_iters:
                 print(f"\nstopped after iteration {self.step:,}; --resume goes on from there")
                 if WORLD > 1:
                     dist.barrier()  # a launcher ends all when one has ended
                 raise SystemExit(128 + self.signal)
+        self.signals.close()
 
     def parts(self, batch):
         """batch (B, ...) -> grad_accum parts (B / processes / grad_accum, ...), of this process.
@@ -737,14 +743,14 @@ class Run:
         s, planned, self.log = self.s, checkpoint["config"]["max_iters"], checkpoint["log"]
         self.step = checkpoint["step"]
         self.seconds, self.eval_seconds = (self.log[-1][k] for k in ("seconds", "eval_seconds"))
-        if self.step > s.max_iters or self.step == s.max_iters and "val_loss" in self.log[-1]:
+        if self.step > s.max_iters or self.step == s.max_iters and "val_loss" not in self.log[-1]:
             fail(f"the checkpoint is at iteration {self.step:,} already, --max_iters={s.max_iters} "
                  "leaves nothing to do")
         for key, value in self.kept.items():
             if checkpoint.get(key) != value:
                 fail(f"the checkpoint's {key} is {checkpoint.get(key)!r:.60}, that of the data "
                      f"{value!r:.60}: resume with the data that the run began with")
-        if s.max_iters != planned and s.schedule in ("linear", "cosine"):
+        if s.max_iters != planned < math.inf and s.schedule in ("linear", "cosine"):
             print(f"--max_iters was {planned:,}: the {s.schedule} schedule changes with it")
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             groups = optimizer.state_dict()["param_groups"]
@@ -811,8 +817,12 @@ def locked(folder):
     if RANK:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a", encoding="utf-8") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "a", encoding="utf-8")
+    except OSError as error:
+        fail(f"cannot write to {folder}: {error.strerror}", 1)
+    with file:
         try:
             if os.name == "nt":
                 import msvcrt

@@ -19,7 +19,8 @@ from gmlp import GMLPLanguageModel
 from mixer import EncoderLanguageModel
 
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/mixer"
-# is what changes with that preset and model: all models of a preset have equal parameters (5 %).
+# is what changes with that preset and model: all models have equal parameters (5 %), but not in the
+# copies of published set-ups.
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="auto",
@@ -177,15 +178,15 @@ def main(argv=()):
                     val_loss = evaluate(model, corpus.val_ids, s)
                 run.evaluated(val_loss=val_loss)
 
-    print()
-    sample = write(model, prompt, corpus.vocabulary, s)
-    if common.can_draw():
-        common.draw_curve(run.log, "nats per character", f"{s.out_dir}/curve.png")
-        if s.model in ("gmlp", "amlp"):
-            common.draw_gates(model, f"{s.out_dir}/spatial.png")
-    return run.write_result(
-        argv, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
-        tokens=run.step * s.batch_size * s.seq_len, sample=sample)
+        print()
+        sample = write(model, prompt, corpus.vocabulary, s)
+        if common.can_draw():
+            common.draw_curve(run.log, "nats per character", f"{s.out_dir}/curve.png")
+            if s.model in ("gmlp", "amlp"):
+                common.draw_gates(model, f"{s.out_dir}/spatial.png")
+        return run.write_result(
+            argv, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
+            tokens=run.step * s.batch_size * s.seq_len, sample=sample)
 
 
 if __name__ == "__main__":
