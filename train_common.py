@@ -599,7 +599,8 @@ class Run:
     def steps(self):
         """Counts the iterations up to max_iters. Before each, the random numbers are set by seed
         and step alone: nothing else has to be kept. After it the log grows, and after an evaluation
-        all is saved; a signal ends the run there, saved, with the status that shells expect."""
+        all is saved; a signal ends the run there, saved, with the status that shells expect (in the
+        last iteration it has nothing to end)."""
         self.began = time.perf_counter() - self.seconds
         self.noted = self.signals.enter_context(signals_noted())
         while self.step < self.s.max_iters:
