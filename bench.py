@@ -20,13 +20,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import train_common as common
 import train_lm
 import train_mlm
 from gmlp import GMLPImageClassifier, GMLPLanguageModel
-from mixer import EncoderImageClassifier, SelfAttention
+from mixer import EncoderImageClassifier
 
 V = 65  # characters of Shakespeare
 # The language models of equal parameters (within 5 %, without those that a mask zeroes): what
@@ -38,19 +37,7 @@ MODELS = {
     # the paper's, with two hidden units a token where it must not look ahead
     "Mixer": dict(model="mixer", toeplitz=False, d_ffn=256, d_token=None),
     "Transformer": dict(model="transformer"),
-    "Transformer, fused": dict(model="transformer"),
 }
-
-
-class FusedAttention(SelfAttention):
-    """SelfAttention by PyTorch's own kernel, which never holds an n x n matrix of weights. On a
-    CPU it is the slower way for small heads, so mixer.py takes it on CUDA alone."""
-
-    def forward(self, query, key=None, value=None, mask=None):
-        qkv = self.qkv(query).unflatten(-1, (3, self.n_heads, -1))  # (B, n, 3, h, c)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, h, n, c) each
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.out(y.transpose(1, 2).flatten(2))  # (B, n, d)
 
 
 def language_model(name, n, causal=True):
@@ -63,11 +50,7 @@ def language_model(name, n, causal=True):
     s = presets["laptop"] | presets.get(f"laptop/{changes['model']}", {}) | changes
     script = train_lm if causal else train_mlm
     kind, args = script.describe_model(types.SimpleNamespace(**s | dict(seq_len=n)), V)
-    model = kind(**args)
-    if name == "Transformer, fused":
-        for block in model.trunk.blocks:
-            block.token_mixer.__class__ = FusedAttention
-    return model
+    return kind(**args)
 
 
 # --------------------------------------------------------------------------------- measuring
@@ -124,20 +107,6 @@ def medians(seconds):
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def flops_of(call):
-    """Operations of all matrix products in call(), a multiply-add being two."""
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return counter.get_total_flops()
-
-
-def ceiling_of(s):
-    """A call that multiplies large square matrices, and its operations: what a machine can do."""
-    n = 8192 if s.device.startswith("cuda") else 1536
-    a = torch.randn(n, n, device=s.device, dtype=getattr(torch, s.dtype))
-    return lambda: a @ a, 2 * n**3
-
-
 def memory_of(*case):
     """MiB that three training steps take at most, with weights and optimizer, measured in a process
     of its own; None where the system (not Linux) does not tell."""
@@ -177,16 +146,9 @@ def memory_here(name, batch, n, s, causal=True):
 def bench_step(s):
     """Training step (AdamW) of the language models at equal parameters, windows of 128."""
     batch, n = 128 if s.device.startswith("cuda") else 8, 128
-    multiply, operations = ceiling_of(s)
-    calls = {name: language_step(name, batch, n, s) for name in MODELS}
-    flops = {name: flops_of(call) for name, call in calls.items()}
-    flops["Transformer, fused"] = flops["Transformer"]  # PyTorch does not count its kernel's
-    seconds = medians(in_turns(calls | {"ceiling": multiply}, s))
-    ceiling = operations / seconds["ceiling"]
-    print(f"matrix products of this machine in {s.dtype}: {ceiling / 1e9:,.0f} GFLOP/s")
+    seconds = medians(in_turns({name: language_step(name, batch, n, s) for name in MODELS}, s))
     return [dict(model=name, params=sum(p.numel() for p in language_model(name, n).parameters()),
                  ms=seconds[name] * 1e3, tokens_per_s=batch * n / seconds[name],
-                 share_of_ceiling=flops[name] / seconds[name] / ceiling,
                  MiB=None if s.quick else memory_of(name, batch, n, s)) for name in MODELS]
 
 

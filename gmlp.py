@@ -108,9 +108,6 @@ class SpatialGatingUnit(nn.Module):
         W = self.W[past:n, :n]
         return W.tril(past) if self.causal else W
 
-    def extra_repr(self):
-        return f"seq_len={self.seq_len}, causal={self.causal}"
-
 
 class DropPath(nn.Module):
     """Stochastic depth (Huang et al. 2016, arXiv:1603.09382): in training each sample of the batch
@@ -129,9 +126,6 @@ class DropPath(nn.Module):
             return x
         kept = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
         return x * (kept / (1 - self.p) if self.p < 1 else kept)
-
-    def extra_repr(self):
-        return f"p={self.p}"
 
 
 class TinyAttention(nn.Module):
@@ -169,9 +163,6 @@ class TinyAttention(nn.Module):
         scores = scores.masked_fill(~(visible | blind), float("-inf"))
         weights = scores.softmax(dim=-1).masked_fill(blind, 0.0)
         return self.out(weights @ v)
-
-    def extra_repr(self):
-        return f"causal={self.causal}, window={self.window}"
 
 
 class GMLP(nn.Module):

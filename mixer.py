@@ -105,9 +105,6 @@ class DropPath(nn.Module):
         kept = x.new_empty(x.shape[0], *[1] * (x.ndim - 1)).bernoulli_(1 - self.p)  # (B, 1, ...)
         return x * (kept / (1 - self.p) if self.p < 1 else kept)
 
-    def extra_repr(self):
-        return f"p={self.p}"
-
 
 class Encoder(nn.Module):
     """The trunk: positions, layers, LayerNorm. DropPath grows from 0 to drop_path over the depth.
@@ -325,22 +322,16 @@ class SelfAttention(nn.Module):
                              f"got {mask.dtype} of shape {tuple(mask.shape)}")
         qkv = self.qkv(query).unflatten(-1, (3, self.n_heads, -1))  # (B, n, 3, h, c)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, h, n, c) each
-        if mask is not None or not query.is_cuda:
-            visible = query.new_ones(n, n, dtype=torch.bool)
-            visible = visible.tril() if self.causal else visible
-            if mask is not None:
-                visible = visible & mask.unsqueeze(-3)  # (1, n, n) or (B, 1, n, n)
+        visible, blind, p = None, None, self.dropout.p if self.training else 0.0
+        if mask is not None:
+            visible = mask.tril() if self.causal else mask
+            visible = visible.unsqueeze(-3)  # (1, n, n) or (B, 1, n, n)
             blind = ~visible.any(dim=-1, keepdim=True)  # (..., n, 1): softmax would give NaN
-            bias = torch.where(visible | blind, 0.0, float("-inf")).to(q)
-            scores = q * q.shape[-1] ** -0.5 @ k.mT + bias  # (B, h, n, n)
-            y = (self.dropout(scores.softmax(dim=-1)) @ v).masked_fill(blind, 0.0)  # (B, h, n, c)
-        else:  # the same by one kernel, the best on CUDA; on CPUs it is slow for small heads
-            p = self.dropout.p if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
+            visible = visible | blind
+        y = F.scaled_dot_product_attention(  # softmax(q k^T / sqrt(c)) v: (B, h, n, c)
+            q, k, v, visible, dropout_p=p, is_causal=self.causal and mask is None)
+        y = y if mask is None else y.masked_fill(blind, 0.0)
         return self.out(y.transpose(1, 2).flatten(2))  # (B, n, d)
-
-    def extra_repr(self):
-        return f"n_heads={self.n_heads}, causal={self.causal}"
 
 
 class CausalTokenMLP(nn.Module):
@@ -376,9 +367,6 @@ class CausalTokenMLP(nn.Module):
         W1 = self.W1[:n * k, :n] * visible.repeat_interleave(k, dim=0)  # (nk, n)
         W2 = self.W2[:n, :n * k] * visible.repeat_interleave(k, dim=1)  # (n, nk)
         return F.linear(F.gelu(F.linear(x, W1, self.b1[:n * k])), W2, self.b2[:n])
-
-    def extra_repr(self):
-        return f"seq_len={self.seq_len}, hidden_per_token={self.hidden_per_token}"
 
 
 class ToeplitzTokenMLP(nn.Module):
@@ -423,9 +411,6 @@ class ToeplitzTokenMLP(nn.Module):
         if self.causal:
             w = F.pad(w, (self.n_ahead, 0))  # tokens ahead weigh nothing
         return toeplitz_2d(w, *self.grid)[:, :n, :n]
-
-    def extra_repr(self):
-        return f"grid={self.grid}, hidden_per_token={len(self.W1)}, causal={self.causal}"
 
 
 def toeplitz_2d(w, rows, columns):

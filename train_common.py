@@ -118,15 +118,11 @@ LARGE = 10**9  # no count of ours comes near, and larger ones overflow in PyTorc
 def number(kind, low, high=LARGE):
     """An argparse type: an int or float from low to high. Python would also take 1_0 for 10."""
     def parse(text):
-        value = math.nan
         with contextlib.suppress(ValueError):
-            value = kind(text) if re.fullmatch("[-+.0-9eE]+", text) else math.nan
-        if not low <= value <= high:
-            name = "a whole number" if kind is int else "a number"
-            limit = f"of {high} or less" if value > high else f"of {low} or more"
-            limit = f"from {low} to {high}" if high < LARGE else limit
-            raise argparse.ArgumentTypeError(f"{text!r} is not {name} {limit}")
-        return value
+            if re.fullmatch("[-+.0-9eE]+", text) and low <= kind(text) <= high:
+                return kind(text)
+        name = "a whole number" if kind is int else "a number"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {name} from {low} to {high}")
     return parse
 
 
@@ -146,7 +142,7 @@ def path(text):
 
 
 COUNT, PROBABILITY = number(int, 1), number(float, 0, 1)
-RATE = number(float, 0, sys.float_info.max)
+RATE = number(float, 0)
 SWITCH = dict(type=boolean, nargs="?", const=True)
 
 
@@ -196,6 +192,19 @@ def training_parser(task, description, presets, models):
     return parser
 
 
+def model_args(s):
+    """The arguments that the models of all scripts share."""
+    auto = "learned" if s.model in ("transformer", "vit") else None  # attention must be told places
+    args = dict(d_model=s.d_model, d_ffn=s.d_ffn, n_layers=s.n_layers, toeplitz=s.toeplitz,
+                positions=dict(auto=auto, none=None).get(s.positions, s.positions),
+                dropout=s.dropout, drop_path=s.drop_path)
+    if s.model in ("gmlp", "amlp"):
+        return args | dict(n_heads=s.n_heads if s.toeplitz else 1,
+                           d_attn=s.d_attn if s.model == "amlp" else None)
+    mixer = "mixer" if s.model == "mixer" else "attention"
+    return args | dict(token_mixer=mixer, d_token=s.d_token, n_heads=s.n_heads)
+
+
 # The modes that begin with a checkpoint; what its weights fix for good; and what a run fixes.
 MODES = ("resume", "eval", "sample", "fill", "predict")
 FIXED = ("model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn", "n_layers", "n_heads",
@@ -222,7 +231,7 @@ IDLE = [
 ]
 
 
-def read_settings(parser, presets, argv):
+def read_settings(parser, presets, describe_model, argv):
     """(settings, checkpoint or None). A flag wins; then the checkpoint that a mode begins with;
     then the preset's entry for the model ("laptop/mixer"), the preset, and `laptop`."""
     given = vars(parser.parse_args(argv))
@@ -263,6 +272,9 @@ def read_settings(parser, presets, argv):
              + f" times {WORLD} processes" * (WORLD > 1))
     if s.schedule == "noam" and s.warmup_iters < 1:
         fail("--schedule=noam needs --warmup_iters of 1 or more")
+    with telling("impossible sizes"), torch.device("meta"):  # the data would tell how many classes
+        kind, args = describe_model(s, 10)
+        kind(**args)
     if WORLD > 1:
         start_processes(device)
     s.dtype = pick_dtype(s.dtype, device, s.d_model, s.d_ffn)
@@ -297,16 +309,12 @@ def pick_dtype(name, device, d_model, d_ffn):
         return "bfloat16" if torch.cuda.get_device_capability(device) >= (8, 0) else "float16"
     rows = min(256, 2**25 // (d_model * d_ffn) + 1)
     seconds = {torch.float32: [], torch.bfloat16: []}
-    for turn in range(21):
-        for dtype, times in seconds.items():
-            x, w = torch.ones(rows, d_model, dtype=dtype), torch.ones(d_model, d_ffn, dtype=dtype)
-            begin = time.perf_counter()
-            x @ w
-            times.append(time.perf_counter() - begin)
-        medians = [statistics.median(times[1:] or times) for times in seconds.values()]
-        if turn and medians[1] > (2 if turn >= 3 else 10) * medians[0]:
-            break  # it has lost, and without instructions for it a product takes long
-    pair = torch.tensor(medians)
+    for dtype, times in 11 * [*seconds.items()]:  # in turns
+        x, w = torch.ones(rows, d_model, dtype=dtype), torch.ones(d_model, d_ffn, dtype=dtype)
+        begin = time.perf_counter()
+        x @ w
+        times.append(time.perf_counter() - begin)
+    pair = torch.tensor([statistics.median(times[1:]) for times in seconds.values()])
     if WORLD > 1:
         dist.broadcast(pair, 0)
     float32, bfloat16 = pair.tolist()
@@ -438,11 +446,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
 
     @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self):
         for group in self.param_groups:
             alike = {}  # matrices of the same shape: as a batch
             for p in group["params"]:
@@ -460,7 +464,6 @@ class Muon(torch.optim.Optimizer):
                 for p, step in zip(ps, self.orthogonal(torch.stack(steps)).to(ps[0].dtype)):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.sub_(step, alpha=group["lr"] * length)
-        return loss
 
     def orthogonal(self, x):
         """x (N, rows, columns) -> the same shape, U V^T of each U S V^T, but for factors of about
@@ -530,39 +533,34 @@ def load_checkpoint(path, script):
     return checkpoint
 
 
-def load_model(checkpoint, s, *kinds):
-    """The model of a checkpoint, one of the kinds, as it was built and trained."""
-    with telling(f"the weights of the checkpoint in {s.out_dir} do not fit its model"):
-        kind = {kind.__name__: kind for kind in kinds}[checkpoint["model_class"]]
-        with torch.device("meta"):  # no memory for sizes that the weights may not have
-            model = kind(**checkpoint["model_args"])
-        model.load_state_dict(checkpoint["model"], assign=True)
-        if not all(p.isfinite().all() for p in model.parameters()):
-            raise ValueError("some are not finite")
+def build(s, checkpoint, kind, args):
+    """The model kind(**args), with weights drawn from the seed; or as the checkpoint has it."""
+    if checkpoint:
+        with telling(f"the weights of the checkpoint in {s.out_dir} do not fit its model"):
+            if checkpoint["model_class"] != kind.__name__:
+                raise ValueError(f"{checkpoint['model_class']} is no {kind.__name__}")
+            args = checkpoint["model_args"]
+            with torch.device("meta"):  # no memory for sizes that the weights may not have
+                model = kind(**args)
+            model.load_state_dict(checkpoint["model"], assign=True)
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise ValueError("some are not finite")
+    else:
+        torch.manual_seed(s.seed)
+        model = kind(**args)
+    model.args = args  # for the next checkpoint
     return model.to(s.device, torch.float32)
-
-
-def new_model(kind, args, s):
-    """kind(**args) with weights drawn from the seed."""
-    torch.manual_seed(s.seed)
-    return kind(**args).to(s.device)
-
-
-def check_sizes(kind, args):
-    """Tell sizes that do not fit together before anything is loaded, by a model without memory."""
-    with telling("impossible sizes"), torch.device("meta"):
-        kind(**args)
 
 
 # ------------------------------------------------------------------------------- a training run
 
 
 @contextlib.contextmanager
-def training(s, model, model_args, checkpoint, **kept):
+def training(s, model, checkpoint, **kept):
     """The Run of a model, until all is written: a lock keeps other runs out of its folder. kept is
     saved with each checkpoint."""
     with locked(Path(s.out_dir)), contextlib.ExitStack() as signals:
-        yield Run(s, model, model_args, checkpoint, signals, kept)
+        yield Run(s, model, checkpoint, signals, kept)
 
 
 class Run:
@@ -575,9 +573,8 @@ class Run:
     log.csv    the log, whose rows are the state of the run: how far it is, and how long it took
     """
 
-    def __init__(self, s, model, model_args, checkpoint, signals, kept):
-        self.s, self.model, self.model_args = s, model, model_args
-        self.signals, self.kept = signals, kept
+    def __init__(self, s, model, checkpoint, signals, kept):
+        self.s, self.model, self.signals, self.kept = s, model, signals, kept
         self.optimizers = new_optimizers(model, s)
         device_type = torch.device(s.device).type
         self.scaler = torch.amp.GradScaler(device_type, enabled=s.dtype == "float16")
@@ -726,7 +723,7 @@ class Run:
         if not all(p.isfinite().all() for p in self.model.parameters()):
             fail(f"the weights are not finite at iteration {self.step}: lower --learning_rate; the "
                  "last good checkpoint is intact", 1)
-        now = dict(model_class=type(self.model).__name__, model_args=self.model_args,
+        now = dict(model_class=type(self.model).__name__, model_args=self.model.args,
                    model=self.model.state_dict(), config=vars(s), step=self.step, **self.kept)
         if self.best() is self.log[-1] or not (out / "best.pt").exists():
             save_checkpoint(out / "best.pt", **now, **self.figures)
@@ -904,50 +901,41 @@ def draw_curve(log, ylabel, path):
         axes.legend()
 
 
-def red_and_blue(largest):
-    """How imshow shows signed numbers up to largest: red adds, blue subtracts, white is zero; by
-    square roots, so that small ones show."""
-    from matplotlib.colors import FuncNorm
-    root = lambda x: np.sign(x) * np.abs(x) ** 0.5
-    norm = FuncNorm((root, lambda y: np.sign(y) * y**2), vmin=-largest, vmax=largest)
-    return dict(cmap="RdBu_r", norm=norm, interpolation="nearest")
-
-
-def gates_of(model):
-    """W of each head (down) and layer (across, of many layers twelve) of a gMLP: (h, layers, n,
-    n), and the numbers of the layers."""
-    shown = torch.linspace(1, len(model.trunk.blocks), min(12, len(model.trunk.blocks))).int()
-    layers = [model.trunk.blocks[i - 1].sgu.matrix().detach().float().cpu() for i in shown]
-    return torch.stack([W.reshape(-1, *W.shape[-2:]) for W in layers], dim=1), shown.tolist()
-
-
-def draw_weights(W, layers, path, title, xlabel, ylabel, marks=(None,)):
-    """W (pictures down, layers, height, width), each on a scale of its own, up to its largest
-    weight, which its title tells. Down there are the heads, again for each of the marks, the (row,
-    column) of a dot or None."""
-    n_heads, style = len(W) // len(marks), red_and_blue(1)
+def draw_gates(model, path, grid=None):
+    """W of each head (down) and layer (across, of many layers twelve) of a gMLP, each on a scale of
+    its own, up to its largest weight: row i is how much token i takes from each token. On a grid
+    of patches, (rows, columns), instead what two of them, marked, take from the others."""
+    blocks = model.trunk.blocks
+    layers = torch.linspace(1, len(blocks), min(12, len(blocks))).int().tolist()
+    W = [blocks[i - 1].sgu.matrix().detach().float().cpu() for i in layers]
+    W = torch.stack([w.reshape(-1, *w.shape[-2:]) for w in W], dim=1)  # (h, layers, n, n)
+    marks, n_heads, labels = [None], len(W), ("from token j", "to token i")
+    if grid:
+        rows, columns = grid
+        marks = [(rows // 2, columns // 2), (rows // 4, columns // 4)]
+        W = torch.cat([W[:, :, y * columns + x].unflatten(-1, grid) for y, x in marks])
+        labels = "column of patches", "row of patches"
     width, height = max(7, 2.2 * len(layers) + 1), 2.5 * len(W) + 0.6
+    title = "What the gates learned: red adds, blue subtracts"
+    root = lambda x: np.sign(x) * np.abs(x) ** 0.5  # so that small weights show
     with picture(path, title, width, height) as figure:
-        grid = figure.subplots(len(W), len(layers), squeeze=False)
-        for (i, j), axes in np.ndenumerate(grid):
+        from matplotlib.colors import FuncNorm
+        norm = FuncNorm((root, lambda y: np.sign(y) * y**2), vmin=-1, vmax=1)
+        axes = figure.subplots(len(W), len(layers), squeeze=False)
+        for (i, j), ax in np.ndenumerate(axes):
             largest = W[i, j].abs().max().clamp(min=1e-12)
-            image = axes.imshow((W[i, j] / largest).numpy(), **style)
+            image = ax.imshow((W[i, j] / largest).numpy(), cmap="RdBu_r", norm=norm,
+                              interpolation="nearest")
             head = f", head {i % n_heads + 1}" if n_heads > 1 else ""
-            axes.set_title(f"layer {layers[j]}{head}: \u00b1{largest:.2g}", fontsize=9)
-            axes.tick_params(labelsize=7)
-            axes.locator_params(integer=True)
+            ax.set_title(f"layer {layers[j]}{head}: \u00b1{largest:.2g}", fontsize=9)
+            ax.tick_params(labelsize=7)
+            ax.locator_params(integer=True)
             if mark := marks[i // n_heads]:
-                axes.plot(mark[1], mark[0], "k.")
-        figure.supxlabel(xlabel, fontsize=9)
-        figure.supylabel(ylabel, fontsize=9)
-        figure.colorbar(image, ax=grid, label="share of the largest, by square roots",
+                ax.plot(mark[1], mark[0], "k.")
+        figure.supxlabel(labels[0], fontsize=9)
+        figure.supylabel(labels[1], fontsize=9)
+        figure.colorbar(image, ax=axes, label="share of the largest, by square roots",
                         ticks=(-1, -0.25, 0, 0.25, 1), aspect=10 * len(W) + 10)
-
-
-def draw_gates(model, path):
-    """W of a language model: row i is how much token i takes from each token."""
-    draw_weights(*gates_of(model), path, "What the gates learned: red adds, blue subtracts",
-                 "from token j", "to token i")
 
 
 # ------------------------------------------------------------------------------------------ text

@@ -69,22 +69,14 @@ def parse_flags(argv):
     add("--max_new_tokens", type=common.number(int, 0), help="characters to write")
     add("--temperature", type=common.RATE, help="0 takes the likeliest character")
     add("--top_k", type=common.COUNT, help="draw among the k likeliest characters only")
-    return common.read_settings(parser, PRESETS, argv)
+    return common.read_settings(parser, PRESETS, describe_model, argv)
 
 
 def describe_model(s, vocab_size):
     """The model's class, and the arguments that it is built from."""
-    auto = "learned" if s.model == "transformer" else None  # the others need none
-    args = dict(vocab_size=vocab_size, seq_len=s.seq_len, d_model=s.d_model, d_ffn=s.d_ffn,
-                n_layers=s.n_layers, causal=True, toeplitz=s.toeplitz, dropout=s.dropout,
-                drop_path=s.drop_path,
-                positions=dict(auto=auto, none=None).get(s.positions, s.positions))
-    if s.model in ("gmlp", "amlp"):
-        return GMLPLanguageModel, args | dict(
-            n_heads=s.n_heads if s.toeplitz else 1, d_attn=s.d_attn if s.model == "amlp" else None)
-    return EncoderLanguageModel, args | dict(
-        token_mixer="mixer" if s.model == "mixer" else "attention", d_token=s.d_token,
-        n_heads=s.n_heads)
+    kind = GMLPLanguageModel if s.model in ("gmlp", "amlp") else EncoderLanguageModel
+    return kind, dict(vocab_size=vocab_size, seq_len=s.seq_len, causal=True,
+                      positions=common.positions(s), **common.model_args(s))
 
 
 def initialise_as_nanogpt(model, n_layers):
@@ -137,32 +129,24 @@ def main(argv=()):
     s, checkpoint = parse_flags(argv)
     if s.prompt == "":
         common.fail('--prompt is empty: give a character or more, for instance --prompt="ROMEO:"')
-    if checkpoint:
-        model = common.load_model(checkpoint, s, GMLPLanguageModel, EncoderLanguageModel)
-        args = checkpoint["model_args"]
-    else:
-        common.check_sizes(*describe_model(s, 2))  # before the data tells how many characters
-
     if s.sample:  # needs no data
         vocabulary = checkpoint["vocabulary"]
+        model = common.build(s, checkpoint, *describe_model(s, len(vocabulary)))
         text = write(model, prompt_of(s, vocabulary), vocabulary, s)
         return dict(model=s.model, iters=checkpoint["step"], sample=text)
 
     corpus = common.load_corpus(s, checkpoint)
+    model = common.build(s, checkpoint, *describe_model(s, len(corpus.vocabulary)))
     if s.eval:
         val_loss = evaluate(model, corpus.val_ids, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per "
               f"character (perplexity {math.exp(val_loss):.2f}), window {s.seq_len}")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss)
     prompt = prompt_of(s, corpus.vocabulary)
-
-    if not checkpoint:
-        kind, args = describe_model(s, len(corpus.vocabulary))
-        model = common.new_model(kind, args, s)
-        if s.preset == "nanogpt" and s.model == "transformer":
-            initialise_as_nanogpt(model, s.n_layers)
+    if s.preset == "nanogpt" and s.model == "transformer" and not checkpoint:
+        initialise_as_nanogpt(model, s.n_layers)
     windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len + 1, 1)  # (starts, seq_len + 1)
-    with common.training(s, model, args, checkpoint, vocabulary=corpus.vocabulary,
+    with common.training(s, model, checkpoint, vocabulary=corpus.vocabulary,
                          data_sha256=corpus.sha256) as run:
         for _ in run.steps():
             starts = torch.randint(len(windows), (s.batch_size,))

@@ -55,22 +55,14 @@ def parse_flags(argv):
     add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
     add("--mask_prob", type=common.number(float, 1e-6, 1), help="share of positions to predict")
     add("--fill", help=f"only fill the blanks ({BLANK}) of this text, by OUT_DIR/best.pt")
-    return common.read_settings(parser, PRESETS, argv)
+    return common.read_settings(parser, PRESETS, describe_model, argv)
 
 
 def describe_model(s, vocab_size):
     """The model's class, and the arguments that it is built from."""
-    auto = "learned" if s.model == "transformer" else None  # the others need none
-    args = dict(vocab_size=vocab_size, seq_len=s.seq_len, d_model=s.d_model, d_ffn=s.d_ffn,
-                n_layers=s.n_layers, causal=False, toeplitz=s.toeplitz, dropout=s.dropout,
-                drop_path=s.drop_path,
-                positions=dict(auto=auto, none=None).get(s.positions, s.positions))
-    if s.model in ("gmlp", "amlp"):
-        return GMLPLanguageModel, args | dict(
-            n_heads=s.n_heads if s.toeplitz else 1, d_attn=s.d_attn if s.model == "amlp" else None)
-    return EncoderLanguageModel, args | dict(
-        token_mixer="mixer" if s.model == "mixer" else "attention", d_token=s.d_token,
-        n_heads=s.n_heads)
+    kind = GMLPLanguageModel if s.model in ("gmlp", "amlp") else EncoderLanguageModel
+    return kind, dict(vocab_size=vocab_size, seq_len=s.seq_len, causal=False,
+                      positions=common.positions(s), **common.model_args(s))
 
 
 def mask_tokens(ids, n_chars, mask_id, *, mask_prob=0.15, generator=None):
@@ -151,14 +143,9 @@ def main(argv=()):
     s, checkpoint = parse_flags(argv)
     if s.fill is not None and BLANK not in s.fill:
         common.fail(f'--fill has no blank to fill: mark each with {BLANK}, "To be, or n__ to be"')
-    if checkpoint:
-        model = common.load_model(checkpoint, s, GMLPLanguageModel, EncoderLanguageModel)
-        args = checkpoint["model_args"]
-    else:
-        common.check_sizes(*describe_model(s, 2))  # before the data tells how many characters
-
     if s.fill:  # needs no data
         vocabulary = checkpoint["vocabulary"]
+        model = common.build(s, checkpoint, *describe_model(s, len(vocabulary) + 1))
         inputs = common.encode(s.fill, vocabulary + BLANK, "--fill").long()  # a blank is [MASK]
         try:
             filled = guess(model, inputs, len(vocabulary), s)
@@ -171,6 +158,7 @@ def main(argv=()):
     corpus = common.load_corpus(s, checkpoint)
     n_chars = mask_id = len(corpus.vocabulary)  # ids 0 to n_chars - 1 are the characters
     validation = mask_validation(corpus.val_ids, n_chars, s)
+    model = common.build(s, checkpoint, *describe_model(s, n_chars + 1))
     if s.eval:
         val_loss, val_accuracy = evaluate(model, *validation, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per masked "
@@ -179,11 +167,8 @@ def main(argv=()):
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss,
                     val_accuracy=val_accuracy)
 
-    if not checkpoint:
-        kind, args = describe_model(s, n_chars + 1)
-        model = common.new_model(kind, args, s)
     windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len, 1)  # (starts, seq_len)
-    with common.training(s, model, args, checkpoint, vocabulary=corpus.vocabulary,
+    with common.training(s, model, checkpoint, vocabulary=corpus.vocabulary,
                          data_sha256=corpus.sha256) as run:
         for _ in run.steps():
             starts = torch.randint(len(windows), (s.batch_size,))
