@@ -105,7 +105,8 @@ class SpatialGatingUnit(nn.Module):
 
     def matrix(self, n=None, past=0):
         """W for n tokens (default seq_len), without its first `past` rows: (n - past, n)."""
-        W = self.W[past:n, :n]
+        more = (n or self.seq_len) - self.seq_len  # 0 or less: a negative pad crops
+        W = F.pad(self.W, (0, more, -past, more))  # W[past:n, :n], so that torch.export takes it
         return W.tril(past) if self.causal else W
 
 
@@ -385,8 +386,9 @@ def toeplitz_1d(w, n, seq_len, causal, past):
     By padding (a negative pad crops) and unfold rather than an index, whose backward adds in no
     fixed order on threads.
     """
-    w = F.pad(w, (n - 1 if causal else n - seq_len, n - seq_len))  # (h, 2n - 1): 1 - n to n - 1
-    return w.unfold(-1, n, 1)[:, past:].flip(-1)  # (h, n - past, n)
+    m = max(n, seq_len)
+    w = F.pad(w, (m - 1 if causal else m - seq_len, m - seq_len))  # (h, 2m - 1): 1 - m to m - 1
+    return F.pad(w.unfold(-1, m, 1), (n - m, 0, -past, n - m)).flip(-1)  # (h, n - past, n)
 
 
 def toeplitz_2d(w, rows, columns):

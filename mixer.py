@@ -340,7 +340,7 @@ class CausalTokenMLP(nn.Module):
     As in MADE (Germain et al. 2015, arXiv:1502.03509) each token owns k = hidden_per_token hidden
     units. Those of token j read the tokens up to j, and output i reads the units of the tokens up
     to i. So k * seq_len * (seq_len + 1) / 2 numbers of W1 and of W2 count, the rest is multiplied
-    by 0 (Muon, which turns whole matrices, would mix it in). Fewer tokens use the upper left part.
+    by 0 (Muon, which turns whole matrices, would mix it in).
     """
 
     def __init__(self, seq_len, hidden_per_token=2):
@@ -363,10 +363,12 @@ class CausalTokenMLP(nn.Module):
         n, k = x.shape[-1], self.hidden_per_token
         if not 1 <= n <= self.seq_len:
             raise ValueError(f"got {n} tokens, the Mixer takes 1 to seq_len = {self.seq_len}")
-        visible = torch.ones_like(self.W1[:n, :n]).tril()  # (n, n): 1 where i may look at j
-        W1 = self.W1[:n * k, :n] * visible.repeat_interleave(k, dim=0)  # (nk, n)
-        W2 = self.W2[:n, :n * k] * visible.repeat_interleave(k, dim=1)  # (n, nk)
-        return F.linear(F.gelu(F.linear(x, W1, self.b1[:n * k])), W2, self.b2[:n])
+        more = self.seq_len - n  # later tokens, which change nothing: zeros
+        visible = self.W1.new_ones(2 * (self.seq_len,)).tril()  # (N, N): 1 where i may look at j
+        W1 = self.W1 * visible.repeat_interleave(k, dim=0)  # (Nk, N)
+        W2 = self.W2 * visible.repeat_interleave(k, dim=1)  # (N, Nk)
+        u = F.gelu(F.linear(F.pad(x, (0, more)), W1, self.b1))  # (..., Nk)
+        return F.pad(F.linear(u, W2, self.b2), (0, -more))  # (..., n)
 
 
 class ToeplitzTokenMLP(nn.Module):
@@ -410,7 +412,7 @@ class ToeplitzTokenMLP(nn.Module):
         """w (k, n_offsets), by rising offset -> (k, n, n), w[r, i - j] in row i and column j."""
         if self.causal:
             w = F.pad(w, (self.n_ahead, 0))  # tokens ahead weigh nothing
-        return toeplitz_2d(w, *self.grid)[:, :n, :n]
+        return F.pad(toeplitz_2d(w, *self.grid), 2 * (0, n - self.seq_len))
 
 
 def toeplitz_2d(w, rows, columns):
@@ -430,8 +432,9 @@ class PaddedMixer(MLPMixer):
 
     def mix(self, x):
         """x (B, n, d) -> (B, n, d)."""
-        padded = F.pad(x, (0, 0, 0, max(0, self.n_tokens - x.shape[-2])))  # (B, n_tokens, d)
-        return super().mix(padded)[..., :x.shape[-2], :]  # (B, n, d)
+        more = max(0, self.n_tokens - x.shape[-2])
+        padded = F.pad(x, (0, 0, 0, more))  # (B, n_tokens, d)
+        return F.pad(super().mix(padded), (0, 0, 0, -more))  # (B, n, d)
 
 
 class AttentionSubstitute(MLPMixer):

