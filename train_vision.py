@@ -517,7 +517,7 @@ def predict(model, images, data, s):
 
 def evaluate(model, split, data, s):
     """(loss, accuracy) on all images of a split, as they are. Those of data.validate choose
-    best.pt, whose accuracy is flattered by that, unlike that of the last evaluation, or on data.test."""
+    best.pt, whose accuracy is flattered by that, unlike that of the last evaluation, or on test."""
     logits = predict(model, split.images, data, s)
     loss = F.cross_entropy(logits, split.labels).item()
     return loss, (logits.argmax(dim=1) == split.labels).double().mean().item()
