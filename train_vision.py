@@ -43,8 +43,9 @@ from mixer import MIXER_SIZES, EncoderImageClassifier
 
 FINE_TUNING = dict(  # eps, mean and std are those of timm's weights
     toeplitz=False, image_size=(224, 224), crop=16, eps=1e-6, mean=(0.5,), std=(0.5,),
-    batch_size=32, max_iters=400, eval_interval=100, optimizer="adamw", schedule="cosine",
-    learning_rate=1e-3, body_rate=0.1, warmup_iters=40, beta2=0.999, weight_decay=0.05)
+    batch_size=16, max_iters=120, eval_interval=40, log_interval=4, optimizer="adamw",
+    schedule="cosine", learning_rate=1e-3, body_rate=0.1, warmup_iters=12, beta2=0.999,
+    weight_decay=0.05)
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/vit"
 # is what changes with that preset and model: all models have equal parameters (5 %), but not in the
 # copies of published set-ups.
