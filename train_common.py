@@ -554,8 +554,8 @@ def load_weights(path):
         fail(f"{path} is no whole checkpoint ({type(error).__name__})")
 
 
-def load_checkpoint(path, script):
-    """What a run of the script has saved, or one sentence."""
+def load_checkpoint(path, script=None):
+    """What a run (of the script) has saved, or one sentence."""
     checkpoint = load_weights(path)
     kinds = dict(model_class=str, model_args=dict, model=dict, config=dict, step=int)
     kinds |= dict(optimizers=list, scaler=dict, log=list) if Path(path).name == "ckpt.pt" else {}
@@ -563,7 +563,7 @@ def load_checkpoint(path, script):
     if lacks:
         fail(f"{path} is of an earlier version, or no checkpoint of this project: it lacks "
              f"{', '.join(lacks)}")
-    if checkpoint["config"].get("script") != script:
+    if script and checkpoint["config"].get("script") != script:
         fail(f"{path} comes from {checkpoint['config'].get('script')}, not from {script}")
     return checkpoint
 

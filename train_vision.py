@@ -374,6 +374,9 @@ def read_own(s, checkpoint, digest):
     for i in torch.randperm(len(names), generator=generator).tolist():
         places["validate" if left[names[i]] else "train"].append(i)
         left[names[i]] = max(0, left[names[i]] - 1)
+    if not places["validate"]:
+        common.fail(f"no image can be held out of {s.data}, since each class has a single one: "
+                    "give more")
     print("there are no images to validate: a tenth of each class is held out, "
           f"{len(places['validate']):,} images")
     return {split: (images[sorted(some)], [names[i] for i in sorted(some)])
@@ -622,7 +625,7 @@ def main(argv=()):
         figures = {}
         if hasattr(data, "test"):  # once, by the weights that data.validate has chosen
             with common.first_process_first():
-                best = common.load_checkpoint(Path(s.out_dir, "best.pt"), s.script)
+                best = common.load_checkpoint(Path(s.out_dir, "best.pt"))
             model.load_state_dict(best["model"])
             loss, accuracy = evaluate(model, data.test, data, s)
             figures = dict(test_loss=loss, test_accuracy=accuracy)
