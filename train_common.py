@@ -270,7 +270,7 @@ def read_settings(parser, presets, describe_model, argv, foreign=lambda path: No
                      f"flag out, or train afresh without --{mode}")
         if mode == "init_from":
             stored = {key: stored[key] for key in FIXED if key in stored}
-        elif stored["device"].partition(":")[0] != device.type:
+        elif str(stored.get("device")).partition(":")[0] != device.type:
             stored["dtype"] = "auto"
         if mode != "resume":
             stored.pop("data_dir", None)  # no file decides where anything is written
@@ -578,7 +578,7 @@ def build(s, checkpoint, kind, args):
             ours, theirs = model.state_dict(), checkpoint["model"]
             theirs = {k: x for k, x in ours.items() if k.startswith("head.")} | theirs
             for key in ours | theirs:
-                shapes = [tuple(x[key].shape) if key in x else None for x in (theirs, ours)]
+                shapes = [tuple(np.shape(x[key])) if key in x else None for x in (theirs, ours)]
                 if shapes[0] != shapes[1]:
                     fail(f"{s.init_from} does not fit --preset={s.preset}: {key} is {shapes[0]} "
                          f"there, {shapes[1]} here")
