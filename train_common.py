@@ -559,6 +559,7 @@ def load_checkpoint(path, script=None):
     checkpoint = load_weights(path)
     kinds = dict(model_class=str, model_args=dict, model=dict, config=dict, step=int)
     kinds |= dict(optimizers=list, scaler=dict, log=list) if Path(path).name == "ckpt.pt" else {}
+    kinds |= dict(classes=list, mean=list) if "classes" in checkpoint else dict(vocabulary=str)
     lacks = [key for key, kind in kinds.items() if not isinstance(checkpoint.get(key), kind)]
     if lacks:
         fail(f"{path} is of an earlier version, or no checkpoint of this project: it lacks "
@@ -1109,21 +1110,21 @@ def load_corpus(s, checkpoint):
     """The text of --data or Shakespeare as ids: its first 90 % to train on, the rest to validate;
     with --val_data, all to train on. To --eval, a text that the run did not train on is all to
     validate. The vocabulary is the checkpoint's, if there is one."""
+    scored = s.eval and s.val_data
     with first_process_first():
-        text, name = load_text(s.data, s.data_dir)
-        val_text, val_name = load_text(s.val_data) if s.val_data else ("", name)
+        text, name = load_text(scored or s.data, s.data_dir)
+        val_text, val_name = load_text(s.val_data) if s.val_data and not scored else ("", name)
     digest = hashlib.sha256(text.encode("utf-8") + val_text.encode("utf-8")).hexdigest()
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
     ids, val_ids = encode(text, vocabulary, name), encode(val_text, vocabulary, val_name)
-    if not s.val_data:
-        new = s.eval and digest != checkpoint.get("data_sha256")
+    if scored or not s.val_data:
+        new = scored or s.eval and digest != checkpoint.get("data_sha256")
         cut = 0 if new else int(0.9 * len(text))
         ids, val_ids = ids[:cut], ids[cut:]
-    for split, part in (("train", ids), ("validation", val_ids)):
-        if len(part) < s.seq_len + 1 and not (s.eval and split == "train"):
-            fail(f"{name if split == 'train' else val_name}: the {split} split has {len(part):,} "
-                 f"characters, --seq_len={s.seq_len} needs {s.seq_len + 1:,}; give more text or a "
-                 "smaller --seq_len")
+    for what, part in (f"{name}: the train", ids), (f"{val_name}: the validation", val_ids):
+        if len(part) < s.seq_len + 1 and not s.eval or len(val_ids) < 2:
+            fail(f"{what} split has {len(part):,} characters, --seq_len={s.seq_len} needs "
+                 f"{s.seq_len + 1:,}; give more text or a smaller --seq_len")
     some = f" ({s.eval_chars:,} of them each time)" * (len(val_ids) > s.eval_chars and not s.eval)
     print(f"text {visible(name)}: {len(ids):,} characters to train on, {len(val_ids):,} to "
           f"validate{some}, {len(vocabulary)} distinct; window {s.seq_len}")
