@@ -105,7 +105,7 @@ class SpatialGatingUnit(nn.Module):
 
     def matrix(self, n=None, past=0):
         """W for n tokens (default seq_len), without its first `past` rows: (n - past, n)."""
-        more = (n or self.seq_len) - self.seq_len  # 0 or less: a negative pad crops
+        more = 0 if n is None else n - self.seq_len  # or less: a negative pad crops
         W = F.pad(self.W, (0, more, -past, more))  # W[past:n, :n], so that torch.export takes it
         return W.tril(past) if self.causal else W
 
@@ -373,8 +373,9 @@ class ToeplitzGatingUnit(SpatialGatingUnit):
 
     def matrix(self, n=None, past=0):
         """W for n tokens (default seq_len), without its first `past` rows: (h, n - past, n)."""
+        n = self.seq_len if n is None else n
         if self.any_length:
-            return toeplitz_1d(self.W, n or self.seq_len, self.seq_len, self.causal, past)
+            return toeplitz_1d(self.W, n, self.seq_len, self.causal, past)
         W = toeplitz_2d(self.W, *self.grid)[:, past:n, :n]  # (h, n - past, n)
         return W.tril(past) if self.causal else W
 
