@@ -225,7 +225,7 @@ FIXED = ("model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn", "n_lay
          "d_attn", "d_token", "image_size", "patch_size", "in_channels", "eps")
 FIXED_ON_RESUME = ("preset", "seed", "optimizer", "l2", "mask_prob", "dropout", "drop_path",
                    "dataset", "recipe", "body_rate", "mean", "std")
-# Flags that nothing would read: (flag, under which settings, why). A preset may set them.
+# Flags that nothing would read: which, under which settings, why. A preset may set them.
 IDLE = [
     ("min_lr", lambda s: s.schedule in ("noam", "constant"), "linear and cosine alone end at it"),
     ("d_attn", lambda s: s.model != "amlp", "--model=amlp alone has a tiny attention"),
@@ -237,12 +237,11 @@ IDLE = [
      "the first layer is never skipped"),
     ("dataset", lambda s: s.data, "--data takes its place"),
     ("mask_prob", lambda s: s.fill, "--fill has blanks of its own"),
+    ("prompt max_new_tokens temperature top_k eval_chars", lambda s: s.eval,
+     "--eval reads all, and writes nothing"),
     ("top_k", lambda s: s.temperature == 0, "--temperature=0 takes the likeliest character"),
-    *((flag, lambda s: s.eval, "--eval writes nothing")
-      for flag in ("prompt", "max_new_tokens", "temperature", "top_k")),
-    ("eval_chars", lambda s: s.eval, "--eval reads all"),
     ("body_rate", lambda s: not s.init_from, "without --init_from all weights are new"),
-    *((flag, lambda s: s.eval or s.predict, "best.pt has its own") for flag in ("mean", "std")),
+    ("mean std", lambda s: s.eval or s.predict, "best.pt has its own"),
     ("json", lambda s: not s.predict, "it is how --predict answers"),
     ("max_iters", lambda s: s.minutes, "--minutes takes its place"),
     ("minutes", lambda s: s.resume, "the run has its length, which --max_iters changes"),
@@ -283,9 +282,10 @@ def read_settings(parser, presets, describe_model, argv, foreign=lambda path: No
         script=parser.prog, preset=preset, device=str(device)))
     if "max_iters" in given and not given.get("minutes"):
         s.minutes = None  # of a run that was stopped before its length was settled
-    for flag, idle, why in IDLE:
-        if flag in given and idle(s):
-            fail(f"--{flag}={given[flag]} would do nothing: {why}; leave it out")
+    for flags, idle, why in IDLE:
+        for flag in given.keys() & set(flags.split()):
+            if idle(s):
+                fail(f"--{flag}={given[flag]} would do nothing: {why}; leave it out")
     if s.minutes:  # Run.fix_length settles both
         s.max_iters = math.inf
         s.eval_interval = (stored | given).get("eval_interval", math.inf)
@@ -801,9 +801,6 @@ class Run:
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict(dict(state=saved["state"], param_groups=groups))
-            for p, state in optimizer.state.items():
-                if any(x.shape != p.shape for name, x in state.items() if name != "step"):
-                    raise ValueError("the optimizer's averages have other shapes than the weights")
         if checkpoint["scaler"]:  # empty unless it was float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         print(f"resuming after iteration {self.step:,}")
