@@ -24,6 +24,7 @@ import sys
 import tarfile
 import threading
 import time
+import tracemalloc
 import types
 import urllib.error
 import urllib.request
@@ -235,14 +236,17 @@ def test_no_token_hears_a_later_one(name, positions):
     *((name, "bidirectional") for name in LANGUAGE), *(case.split() for case in (
         "gmlp tril", "amlp tril", "amlp band", "gmlp-toeplitz padding", "amlp-toeplitz padding",
         "amlp-toeplitz band", "mixer tril", "mixer mask1", "mixer mask2", "mixer-toeplitz padding",
-        "transformer tril"))])
+        "transformer is_causal"))])
 def test_that_test_can_fail(name, broken, monkeypatch):
     """A leak is seen in a model that reads both ways, and in one that lacks a part of its
     causality."""
     repeat, pad = torch.Tensor.repeat_interleave, F.pad
     opened = lambda mask: (torch.Tensor, "repeat_interleave", lambda w, k, dim: repeat(
         torch.ones_like(w) if dim == mask else w, k, dim=dim))
+    attend = F.scaled_dot_product_attention
     without = {"tril": (torch.Tensor, "tril", lambda w, diagonal=0: w),
+               "is_causal": (F, "scaled_dot_product_attention", lambda *args, is_causal, **more:
+                             attend(*args, **more)),
                "padding": (F, "pad", lambda w, size: pad(w, size, value=0.3)),
                "band": (torch.Tensor, "__and__", lambda a, b: a | b),
                "mask1": opened(0), "mask2": opened(1)}
@@ -487,7 +491,7 @@ def test_state_dict_holds_weights_alone(name, positions):
 
 def test_one_order_of_sizes():
     """Whole numbers stand in one order in both files, with one name each, and what could be mixed
-    up is keyword-only, causal too, which has no default. A printed module shows its settings."""
+    up is keyword-only, causal too, which has no default."""
     sizes = lambda kind: str(inspect.signature(kind)).split(", *, ")[0]
     for ours, theirs in ((GMLP, mixer.Encoder), (GMLPLanguageModel, EncoderLanguageModel),
                          (GMLPImageClassifier, EncoderImageClassifier)):
@@ -496,11 +500,6 @@ def test_one_order_of_sizes():
         assert inspect.signature(kind).parameters["causal"].default is inspect.Parameter.empty
     said = {str(inspect.signature(kind.forward)) for kind in (MLPMixer, SelfAttention)}
     assert said == {"(self, query, key=None, value=None, mask=None)"}
-    said = "".join(repr(language_model(name, drop_path=0.1)) for name in LANGUAGE)
-    for words in ("SpatialGatingUnit(\n", "seq_len=16, causal=True", "DropPath(p=0.1)", "window=16",
-                  "CausalTokenMLP(seq_len=16, hidden_per_token=2)", "n_heads=2, causal=True",
-                  "ToeplitzTokenMLP(grid=(1, 16), hidden_per_token=1, causal=True)"):
-        assert words in said, words
 
 @pytest.mark.parametrize("build, name", [(fresh_model, name) for name in LANGUAGE] + [
     (image_model, name) for name in IMAGE])
@@ -537,21 +536,28 @@ def test_other_dtypes(name, positions):
     model(ids).sum().backward()
 
 @slow
-@each
-def test_transformations_of_torch(name):
-    """torch.compile finds one graph for all lengths, vmap maps over samples, torch.export makes a
-    program for other batches and lengths; a Toeplitz gate's has the example's length."""
-    model, ids, auto = language_model(name, n_layers=1), tokens(3, 9), torch.export.Dim.AUTO
+@pytest.mark.parametrize("build, name", [(language_model, name) for name in LANGUAGE] + [
+    (image_model, name) for name in IMAGE])
+def test_transformations_of_torch(name, build):
+    """Case 65: torch.export makes one program for all batches and lengths from 2 up to seq_len,
+    torch.compile finds one graph, vmap maps over samples, quantize_dynamic keeps the shapes."""
+    auto, text = torch.export.Dim.AUTO, build is language_model
+    model = build(name, n_layers=1).eval()
+    inputs = [tokens(B, n) if text else torch.randn(B, 3, 8, 8)
+              for B, n in ((3, 9), (5, 9), (2, 16), (4, 2))]
+    program = torch.export.export(
+        model, (inputs[0],), dynamic_shapes=({0: auto, 1: auto} if text else {0: auto},)).module()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
-    same(compiled(ids), model(ids))
-    same(compiled(ids[:2, :5]), model(ids[:2, :5]))
-    same(torch.func.vmap(lambda row: model(row[None])[0])(ids), model(ids))
-    fixed = name in ("gmlp-toeplitz", "amlp-toeplitz")
-    dynamic = {0: auto} if fixed else {0: auto, 1: auto}
-    program = torch.export.export(model, (ids,), dynamic_shapes=(dynamic,)).module()
-    for other in (tokens(5, 9), tokens(1, 9), tokens(2, 9 if fixed else 15)):
-        same(program(other), model(other))
+    for x in inputs:
+        same(program(x), model(x))
+        same(compiled(x), model(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # attention's kernel has no batching rule; deprecation
+        same(torch.func.vmap(lambda x: model(x[None])[0])(inputs[0]), model(inputs[0]))
+        quantize = getattr(torch.ao.quantization, "quantize_dynamic", None)
+        if quantize and torch.backends.quantized.supported_engines != ["none"]:
+            assert quantize(model)(inputs[0]).shape == model(inputs[0]).shape
 
 @each
 @placed
@@ -1139,7 +1145,7 @@ def test_shared_parameters_are_stepped_once():
     assert len(turned[0]) == len(turned[1]) == 4 * 3
 
 def test_muon_as_an_optimizer():
-    """Its steps are torch's but for bfloat16; it skips what has no gradient and takes a closure."""
+    """Its steps are torch's but for bfloat16; it skips what has no gradient."""
     ours = [nn.Parameter(torch.randn(s)) for s in ((64, 32), (32, 64), (64, 32), (16, 16))]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     unused = nn.Parameter(torch.ones(4, 6))
@@ -1151,7 +1157,8 @@ def test_muon_as_an_optimizer():
         for p, q in zip(ours, theirs):
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
-        assert [optimizer.step(lambda: 3.0) for optimizer in optimizers][0] == 3.0
+        for optimizer in optimizers:
+            optimizer.step()
     assert (unused == 1).all()
     for p, q in zip(ours, theirs) if len(optimizers) == 2 else ():
         assert ((p - q).norm() / q.norm()).item() < 1e-3
@@ -1176,15 +1183,14 @@ def test_muon_steps_are_nearly_orthogonal(dtype):
     (2.0, 1.0, "bfloat16"), (1.31, 1.0, "bfloat16"), (1.29, 1.0, "float32"),
     (1.0, 14.0, "float32")])
 def test_automatic_dtype(float32, bfloat16, dtype, monkeypatch, capsys):
-    """Cases 23 and 68: on a CPU auto takes bfloat16 where products are 1.3 times as fast in it, and
-    soon gives up one that is far slower; elsewhere it follows from what the device can do."""
-    read, clock = [], itertools.accumulate(itertools.cycle((0, 1e-3 * float32, 0, 1e-3 * bfloat16)))
-    monkeypatch.setattr(time, "perf_counter", lambda: read.append(next(clock)) or read[-1])
+    """Cases 23 and 68: on a CPU auto takes bfloat16 where products are 1.3 times as fast in it;
+    elsewhere it follows from what the device can do."""
+    clock = itertools.accumulate(itertools.cycle((0, 1e-3 * float32, 0, 1e-3 * bfloat16)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     pick = lambda name, device: common.pick_dtype(name, torch.device(device), 16, 64)
     assert pick("auto", "cpu") == dtype
     said = capsys.readouterr().out
     assert f"{float32:.2g} ms in float32, {bfloat16:.2g} in bfloat16: {dtype}" in said
-    assert (len(read) < 30) == (bfloat16 > 2 * float32)
     monkeypatch.setattr(time, "perf_counter", None)  # nothing is tried
     assert (pick("auto", "mps"), pick("float16", "cpu")) == ("float32", "float16")
     for capability, dtype in (((7, 5), "float16"), ((8, 0), "bfloat16"), ((9, 0), "bfloat16")):
@@ -1330,7 +1336,7 @@ def test_bad_texts(job, tmp_path, told):
         assert path.read_bytes() == content
     path.write_bytes(b"x" * 100)
     told(lambda: job(f"--data={path} --seq_len=256"), 90, 257)
-    for name in (tmp_path, "/dev/zero", tmp_path / "gone"):
+    for name in ("/dev/zero", tmp_path / "gone"):
         told(lambda: job(f"--data={name}"), name)
     flags, *words = ("--prompt=€", "€") if job.name == "lm" else (
         "--mask_prob=1e-5", "1e-05", "1,407")
@@ -1357,11 +1363,10 @@ def opened(path):
 def watch_models(monkeypatch):
     """watch_models(watch) calls watch(model) on each model that a script builds or loads."""
     def watch_models(watch):
-        for name in ("new_model", "load_model"):
-            def watched(*args, build=getattr(common, name)):
-                watch(model := build(*args))
-                return model
-            monkeypatch.setattr(common, name, watched)
+        def watched(*args, build=common.build):
+            watch(model := build(*args))
+            return model
+        monkeypatch.setattr(common, "build", watched)
     return watch_models
 
 def test_a_run_leaves_everything(job, watch_models, capsys):
@@ -1790,7 +1795,7 @@ def test_divergence_stops_the_run(job, trained, told, monkeypatch):
         run.losses.append(torch.ones(()))
         for p in run.model.parameters():
             p.data.fill_(math.inf if run.step == 30 else 1.0)
-    end("loss is not finite at iteration", "--learning_rate=1e30")
+    end("loss is not finite at iteration", "--learning_rate=1e9")
     end("loss is not finite at iteration 23", backward=lambda run, loss: backward(
         run, loss * (math.nan if run.step == 23 else 1)))  # told at 25, where the log has a row
     end("loss is not finite at iteration 30", evaluate=lambda *_: figures(math.nan))
@@ -1830,12 +1835,12 @@ BAD_FLAGS = [  # (flags, or a script and flags; words of the sentence)
     ("--batchsize=4", "--batchsize --batch_size"), ("--compile=maybe", "maybe True"),
     ("--max_iters=0", "0 1"), ("--dropout=1.5", "1.5 from 0 to 1"), ("extra", "extra"),
     ("--learning_rate=fast", "fast number"), ("--learning_rate=nan", "nan"),
-    ("--learning_rate=inf", "inf"), ("--learning_rate=1e999", "1e999 or less"),
+    ("--learning_rate=inf", "inf"), ("--learning_rate=1e999", "1e999 1000000000"),
     ("--learning_rate=0.00_1", "0.00_1 number"), ("--max_iters=1_0", "'1_0' whole"),
     ("--batch_size=0x4", "'0x4' whole"), ("--n_layers=٢", "٢ whole"), ("--seed=-1", "-1"),
-    ("--max_iters=2000000000", "2000000000 1000000000 less"), ("--minutes=0", "0 0.001"),
-    ("--warmup_iters=2000000000", "2000000000 1000000000 less"), ("--model=bert", "bert gmlp"),
-    ("--seed=9223372036854775808", "9223372036854775807 less"), ("--preset=huge", "huge laptop"),
+    ("--max_iters=2000000000", "2000000000 1000000000"), ("--minutes=0", "0 0.001"),
+    ("--warmup_iters=2000000000", "2000000000 1000000000"), ("--model=bert", "bert gmlp"),
+    ("--seed=9223372036854775808", "9223372036854775807"), ("--preset=huge", "huge laptop"),
     ("--schedule=step", "step noam"), ("--data=", "data empty"), ("--out_dir=", "out_dir empty"),
     ("--data_dir=", "data_dir empty"), ("--device=tpu", "tpu auto"),
     ("--model=gmlp --d_ffn=25", "25 2"), ("--batch_size=6 --grad_accum=4", "6 4"),
@@ -2127,23 +2132,22 @@ def test_gating_ablation(formula, job, monkeypatch):
     combined, split = GATES[formula], GATES[formula] is None
     gate = SpatialGatingUnit if split else type("Gate", (Whole,), dict(
         combined=staticmethod(combined)))
-    def new_model(kind, args, s):
-        torch.manual_seed(s.seed)
-        model = kind(**args | dict(d_ffn=s.d_ffn if split else s.d_ffn * 3 // 2))
+    def build(s, checkpoint, kind, args, whole=common.build):
+        model = whole(s, checkpoint, kind, args | dict(d_ffn=s.d_ffn if split else s.d_ffn * 3 // 2))
         for block in [] if split else model.trunk.blocks:
             block.sgu.__class__ = gate
             block.proj_in = nn.Linear(s.d_model, s.d_ffn * 3 // 4)  # no split: U is half as wide
-        return model.to(s.device)
+        return model
     s = settings("--model=gmlp --toeplitz=False", train_mlm)
     count = lambda build: sum(
-        p.numel() for p in build(*train_mlm.describe_model(s, 66), s).parameters())
-    assert count(new_model) == pytest.approx(count(common.new_model), rel=0.01)
+        p.numel() for p in build(s, None, *train_mlm.describe_model(s, 66)).parameters())
+    assert count(build) == pytest.approx(count(common.build), rel=0.01)
     torch.manual_seed(0)
     sgu, z = randomise(gate(20, 7)).double(), torch.randn(2, 7, 20 if split else 10).double()
     z1, z2 = z.chunk(2, dim=-1) if split else (z, z)
     f = sgu.W @ sgu.norm(z2) + sgu.b[:, None]
     same(sgu(z), z1 * f if split else combined(z1, f), 1e-12)
-    monkeypatch.setattr(common, "new_model", new_model)
+    monkeypatch.setattr(common, "build", build)
     if "ABLATION" in os.environ:
         flags = [*os.environ["ABLATION"].split(), f"--out_dir={HERE}/out/ablation/{formula}"]
         train_mlm.main(["--model=gmlp", "--toeplitz=False", *flags])
@@ -2387,10 +2391,8 @@ def test_evaluation_of_images_is_as_by_hand(vision, channels, capsys):
     assert result["confusion"] == confusion.tolist() and confusion.sum(dim=1).tolist() == [2, 3, 4]
     share = (confusion.diag() / confusion.sum(dim=1)).tolist()
     assert result["per_class_accuracy"] == pytest.approx(dict(zip(sorted(COLOURS), share)))
-    assert "24 images to train, 9 images to test, 16 x 16 pixels, 3 classes: blue, green" in said
+    assert "24 images to train, 9 images to validate, 16 x 16 pixels, 3 classes: blue, green" in said
     assert "accuracy by class: blue" in said
-    guesses, labels = torch.tensor([2, 2, 2, 1, 0]), torch.tensor([0, 0, 0, 1, 2])
-    assert train_vision.confusion_of(guesses, labels, 3)[0].tolist() == [0, 0, 3]
 
 def test_classic_vision_trains_and_resumes(vision, monkeypatch):
     """The article's recipe, image by image, with ImageNet's mean and the same drop_path in all
@@ -2405,7 +2407,7 @@ def test_classic_vision_trains_and_resumes(vision, monkeypatch):
              "--eval_interval=3 --drop_path=0.3")
     result = resumed_has_the_same_bits(vision, flags, at=2, tiny=False)
     assert result["config"]["image_size"] == (224, 224) and result["config"]["l2"] == 1e-5
-    assert vision.checkpoint()["mean"] == train_vision.IMAGENET[0]
+    assert vision.checkpoint()["mean"] == pytest.approx([123.675, 116.28, 103.53])
     vision("--drop_path=0.3 --max_iters=1", out="batch")
     assert rates == [[0.3, 0.3], [0.3, 0.3], [0.0, 0.3]]
 
@@ -2493,12 +2495,12 @@ def test_odd_folders(vision, monkeypatch, capsys):
     for words in (f"{len(bad) + 1} of {24 + len(bad) + 1} files are no readable images", "bomb"):
         assert words in err
     assert err.count("/bad") == 5 and err.endswith(", ...\n")
-    for words in ("24 images to train, 8 images to test", f"for {common.visible(void)}",
-                  f"test images of {common.visible(extra)} are left out",
+    for words in ("24 images to train, 8 images to validate", f"for {common.visible(void)}",
+                  f"images to validate of {common.visible(extra)} are left out",
                   f"3 classes: {', '.join(map(common.visible, names))}"):
         assert words in out, out
     assert not any(words in out + err for words in ("ipynb", "DS_Store", ".git", "notes.txt"))
-    for split, counts in ((data.train, [8, 8, 8]), (data.test, [2, 2, 4])):
+    for split, counts in ((data.train, [8, 8, 8]), (data.validate, [2, 2, 4])):
         colour = split.images.float().mean(dim=(2, 3)).argmax(dim=1)  # of R, G, B
         assert torch.equal(torch.tensor([2, 1, 0])[colour], split.labels)
         assert split.labels.bincount().tolist() == counts
@@ -2507,12 +2509,12 @@ def test_odd_folders(vision, monkeypatch, capsys):
     assert result["per_class_accuracy"][green] is None and result["classes"] == names
     picture = str(folder / f"test/{extra}/0{STEERING}.png")
     answers = train_vision.main([f"--out_dir={vision.out}", "--predict", picture])["predict"]
-    assert {name for name, _ in answers[picture]} == set(names)
+    assert set(answers[picture]) == set(names)
     said = out + err + "".join(capsys.readouterr())
     assert common.visible(said, keep="\n") == said and not Path("malice-was-here").exists()
 
 @pytest.mark.parametrize("names, moved, words", [
-    ({}, "", "own/train No such file DIR/train/<class>/* DIR/test/<class>/*"),
+    ({}, "", "own No such file DIR/train/<class>/* DIR/test/<class>/*"),
     ({"blue": "cat"}, "test/cat cat", "no image found own/test DIR/test/<class>"),
     ({"blue": "cat"}, "", "cat two"),
     ({"blue": "cat", "red": "horse"}, "test/horse test/dog test/cat cat", "dog cat, horse")])
@@ -2602,11 +2604,11 @@ def test_cifar(vision, monkeypatch, capsys):
         warnings.simplefilter("error")
         data = load("--image_size=64 --patch_size=16")
         assert built_in(vision, "--in_channels=1 --max_iters=2 --image_size=64")["iters"] == 2
-    assert capsys.readouterr().out.count("cifar10: 5 images to train, 6 images to test, 32 x") == 2
+    assert capsys.readouterr().out.count("cifar10: 5 images to train, 6 images to validate, 32 x") == 2
     expected = torch.arange(6 * 3072).view(6, 32, 32, 3).permute(0, 3, 1, 2) % 256
-    assert torch.equal(data.test.images, expected) and data.test.images.dtype == torch.uint8
+    assert torch.equal(data.validate.images, expected) and data.validate.images.dtype == torch.uint8
     assert torch.equal(data.train.images, expected[:5]) and data.classes == ["a", "d", "i"]
-    assert data.train.labels.tolist() == [2, 0, 1, 2, 0] and len(data.test.labels) == 6
+    assert data.train.labels.tolist() == [2, 0, 1, 2, 0] and len(data.validate.labels) == 6
     s = vision_settings("--image_size=64 --patch_size=16")
     assert train_vision.draw_batch(data, s)[0].shape == (64, 3, 64, 64)
 
@@ -2632,7 +2634,8 @@ def test_shapes(vision):
     for seed in (5, 6):
         assert torch.equal(images, train_vision.draw_shapes(60, (24, 32), seed)[0]) == (seed == 5)
     data = load("--dataset=shapes")
-    seen, new = ({x.numpy().tobytes() for x in split.images} for split in (data.train, data.test))
+    seen, new = ({x.numpy().tobytes() for x in split.images}
+                 for split in (data.train, data.validate))
     assert (len(seen), len(new)) == (4000, 1000) and not seen & new
     grid = torch.linspace(-1.2, 1.2, 40)
     masks = [shape(grid[None, :], grid[:, None]) for shape in train_vision.SHAPES.values()]
@@ -2649,32 +2652,41 @@ def test_vision_training_works(vision):
 
 # ----------------------------------------------------------- pictures and train_vision.py's answers
 
-def test_predict(vision, capsys):
-    """--predict needs no data; its top three agree with --eval. A file that is missing or broken is
-    named, the others are answered, and the status is 1."""
+def test_predict(vision, capsys, monkeypatch):
+    """Case 50: --predict needs no data, and its guesses agree with --eval. It takes files, folders
+    and patterns; one that is missing or broken is named, the others are answered, and the status is
+    1. With --json nothing is printed but a line with every probability for each picture."""
     vision("--learning_rate=0.01 --max_iters=60")
     result, files = vision("--eval", tiny=False), sorted(map(str, vision.data.glob("test/*/*")))
-    predict = lambda *files: train_vision.main(
-        [f"--out_dir={vision.out}", "--data=gone", "--predict", *files])["predict"]
+    predict = lambda *flags: train_vision.main(
+        [f"--out_dir={vision.out}", "--device=cpu", "--dtype=auto", *flags])
     capsys.readouterr()
-    answers, right = predict(*files), 0
-    said = capsys.readouterr().out.splitlines()
-    assert len(said) == 9 and list(answers) == files
-    for line, (file, answer) in zip(said, answers.items()):
-        names, ps = zip(*answer)
+    answers, right = predict("--predict", str(vision.data / "test"))["predict"], 0
+    said = capsys.readouterr().out.splitlines()[-9:]  # after the line on dtypes
+    assert list(answers) == files
+    for line, (file, answer) in zip(said, answers.items(), strict=True):
+        names, ps = zip(*answer.items())
         assert sorted(names) == sorted(COLOURS) and sum(ps) == pytest.approx(1)
         assert line.startswith(f"{file}: {names[0]} {ps[0]:.1%}, {names[1]}")
         assert ps == tuple(sorted(ps)[::-1])
         right += names[0] == Path(file).parent.name
     assert right / 9 == pytest.approx(result["val_accuracy"])
-    broken = vision.folder / "broken.png"
-    broken.write_bytes(Path(files[0]).read_bytes()[:50])
-    with pytest.raises(SystemExit, match="^1$"):
-        predict("gone.png", files[0], str(broken), files[-1], str(vision.folder))
+    own = vision.folder / "own [new]"
+    own.mkdir()
+    (own / "broken.png").write_bytes(Path(files[0]).read_bytes()[:50])
+    shutil.copy(files[0], own)
+    places = "--json", "--predict", "gone*", str(own), f"{vision.data}/t*t/red/[01].*"
+    result = predict(*places)
     out, err = capsys.readouterr()
-    assert out.splitlines() == [said[0], said[-1]]
-    for words in ("3 of 5 files", "gone.png (No such file", broken, f"{vision.folder} (Is a dir"):
-        assert str(words) in err
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["file"] for line in lines] == [*result["predict"]] and len(lines) == 3
+    assert all(line["probabilities"] == result["predict"][line["file"]] for line in lines)
+    assert result["predict"][str(own / Path(files[0]).name)] == pytest.approx(answers[files[0]])
+    assert result["unreadable"] == ["gone*", f"{own}/broken.png"]
+    assert all(words in err for words in ("2 of 5 files", "gone* (No such file", "broken.png"))
+    monkeypatch.setattr(sys, "argv", ["", f"--out_dir={vision.out}", "--device=cpu", *places])
+    with pytest.raises(SystemExit, match="^1$"):
+        common.run_script(train_vision.main)
 
 @pytest.fixture
 def drawn(no_pictures, monkeypatch, can_draw=common.can_draw):
@@ -2714,7 +2726,6 @@ def test_pictures_of_a_run(job, drawn, flags, classes):
         job(f"--max_iters=2 {flags}")
     wanted = ["curve.png"] + ["predictions.png"] * (job.name == "vision")
     wanted += ["spatial.png"] * ("mixer" not in flags and "vit" not in flags)
-    wanted += ["where.png"] * (job.name == "vision")
     assert sorted(path.name for path in job.out.glob("*.png")) == wanted == sorted(drawn)
 
 def test_what_the_pictures_show(drawn, tmp_path):
@@ -2735,26 +2746,13 @@ def test_what_the_pictures_show(drawn, tmp_path):
     assert train.get_xydata().tolist() == [[1, 3], [2, 2]]
     assert val.get_xydata().tolist() == [[2, 2.5]]
 
-def test_what_the_pictures_say(drawn, tmp_path):
-    """In predictions.png the wrong ones alone are red and tell the truth. where.png is red at the
-    patch on which the right answer rests, blue at one that speaks against it."""
-    class TopRight(nn.Module):  # class 1 if the corner at the top right is brighter than the left
-        def forward(self, x):
-            bright = (x[:, 0, :8, 24:] - 0.5 * x[:, 0, :8, :8]).mean(dim=(1, 2))
-            return torch.stack([-bright, bright], dim=1)
+def test_wrong_guesses_are_red(drawn, tmp_path):
+    """In predictions.png the wrong ones alone are red and tell the truth."""
     images, of = torch.full((3, 1, 32, 32), 180, dtype=torch.uint8), types.SimpleNamespace
-    data = of(classes=["a", "b", "c"], mean=[128.0], std=[50.0],
-              test=of(images=images, labels=torch.arange(3)))
+    data = of(classes=["a", "b", "c"], validate=of(images=images, labels=torch.arange(3)))
     train_vision.draw_predictions(data, torch.eye(3)[[0, 2, 2]] * 9, tmp_path / "p.png")
     said = [(text.get_text(), text.get_color()) for text in drawn["p.png"].axes[0].texts]
     assert said == [("a 100%", "black"), ("c 100%\nis b", "red"), ("c 100%", "black")]
-    data.test = of(images=images[:1], labels=torch.tensor([1]))
-    s = vision_settings("--patch_size=8 --in_channels=1")
-    train_vision.draw_where(TopRight(), data, s, tmp_path / "w.png")
-    shown = drawn["w.png"].axes[0].images[1]
-    red, _, blue, _ = np.moveaxis(shown.cmap(shown.norm(shown.get_array())), -1, 0)
-    redness = np.sign(red - blue) * (abs(red - blue) > 0.01)
-    assert redness.tolist() == [[-1, 0, 0, 1], *[[0] * 4] * 3]
 
 # ------------------------------------------------------------------------------------ README.md
 
@@ -2802,6 +2800,7 @@ def test_readme_commands_parse(command, monkeypatch):
         assert (HERE / file).exists()
         return
     monkeypatch.setattr(common, "load_checkpoint", lambda *_: dict(config=dict(device="cpu")))
+    monkeypatch.setattr(train_vision, "weights_of_timm", lambda *_: dict(config={}))
     script, s = parsed(command)
     if "--resume" in command:
         assert s.max_iters > max(entry.get("max_iters", 0) for name, entry in script.PRESETS.items()
@@ -2824,7 +2823,8 @@ def test_readme_figures_are_measured():
     assert rows and links
 
 @pytest.mark.parametrize("script, preset", [(script, preset) for script in SCRIPTS for preset in
-                                            SCRIPTS[script].PRESETS if "/" not in preset])
+                                            SCRIPTS[script].PRESETS
+                                            if "/" not in preset and "16" not in preset])
 def test_presets_compare_fairly(script, preset):
     """Each preset builds for each model, of equal parameters (5 %, without those that a mask
     zeroes), but for the two that repeat others' experiments. gMLP and Mixer are Toeplitz unless
