@@ -1946,9 +1946,6 @@ STRANGE = {  # what a zip may hold, from what is in a good one
     "huge": lambda state: state | dict(model_args=state["model_args"] | dict(d_model=10**9)),
     "other script": lambda state: state | dict(config=state["config"] | dict(script="train_x.py")),
     "no optimizer": lambda state: state | dict(optimizers=[{}]),
-    "other averages": lambda state: state | dict(optimizers=[
-        dict(state={k: {n: torch.ones(7) for n in v} for k, v in o["state"].items()},
-             param_groups=o["param_groups"]) for o in state["optimizers"]]),
     "no step": lambda state: state | dict(step="ten"),
     "strange log": lambda state: state | dict(log=[1, 2])}
 

@@ -573,6 +573,9 @@ def build(s, checkpoint, kind, args):
     """The model kind(**args), with weights drawn from the seed; or as the checkpoint has it; or,
     for --init_from, with its weights, but for a head that it lacks."""
     torch.manual_seed(s.seed)
+    for key, x in checkpoint["model"].items() if checkpoint else ():
+        if not torch.is_tensor(x) or x.is_meta or not x.isfinite().all():
+            fail(f"{key} in {s.init_from or s.out_dir} is no tensor of finite numbers")
     if not checkpoint or s.init_from:
         model = kind(**args)
         if checkpoint:
@@ -594,8 +597,6 @@ def build(s, checkpoint, kind, args):
             with torch.device("meta"):  # no memory for sizes that the weights may not have
                 model = kind(**args)
             model.load_state_dict(checkpoint["model"], assign=True)
-    if checkpoint and not all(p.isfinite().all() for p in model.parameters()):
-        fail(f"some weights of {s.init_from or s.out_dir} are not finite")
     model.args = args  # for the next checkpoint
     return model.to(s.device, torch.float32)
 
@@ -883,7 +884,7 @@ def locked(folder):
 def put_aside(out):
     """Move what an earlier run left in the folder to one of its own in there: nothing is mixed, and
     a forgotten --resume costs nothing."""
-    names = "ckpt.pt best.pt log.csv result.json curve.png spatial.png where.png predictions.png"
+    names = "ckpt.pt best.pt log.csv result.json curve.png spatial.png predictions.png"
     old = [out / name for name in names.split() if (out / name).exists()]
     if not old or RANK:
         return

@@ -527,16 +527,6 @@ def evaluate(model, split, data, s):
     return loss, (logits.argmax(dim=1) == split.labels).double().mean().item()
 
 
-def some_of(test, count):
-    """The places of count test images (fewer if there are fewer), evenly spread."""
-    return torch.linspace(0, len(test.labels) - 1, min(count, len(test.labels))).round().long()
-
-
-def short(name):
-    """A class's name, so that it fits below a picture."""
-    return name if len(name) <= 14 else f"{name[:13]}\u2026"
-
-
 def draw_predictions(data, logits, path):
     """40 test images, evenly spread, with the guess and its probability below; wrong ones in red,
     with the truth. All are on the same axes, which is ten times as fast as axes each."""
@@ -573,8 +563,8 @@ def main(argv=()):
             text = ", ".join(f"{name} {p:.1%}" for name, p in by_class[:3])
             print(json.dumps(dict(file=file, probabilities=answers[file])) if s.json else
                   common.visible(f"{file}: {text}"))
-        return dict(model=s.model, iters=checkpoint["step"], predict=answers,
-                    unreadable=[file for file in asked if file not in answers])
+        return dict(model=s.model, iters=checkpoint["step"],
+                    unreadable=[file for file in asked if file not in answers], predict=answers)
 
     data = load_data(s, checkpoint)
     if s.init_from and checkpoint.get("classes") != data.classes:  # a head for the new ones
