@@ -11,7 +11,6 @@ import contextlib
 import csv
 import datetime
 import difflib
-import errno
 import hashlib
 import http.client
 import io
@@ -62,12 +61,12 @@ def visible(text, keep=""):
 
 @contextlib.contextmanager
 def telling(what):
-    """What a user's sizes or files can do wrong in here is told as one sentence that begins with
-    `what`."""
+    """What a user's sizes or files can do wrong in here is one sentence that begins with `what`."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
-        fail(f"{what}: {' '.join(str(error).split()) or type(error).__name__}")
+    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError, OSError) as error:
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())
+        fail(f"{what}: {said or type(error).__name__}")
 
 
 def run_script(main):
@@ -541,29 +540,25 @@ def load_weights(path):
     if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            file.seek(0)  # torch.load also reads a tar, by a riskier way, even with a zip behind it
-            if file.read(4) != b"PK\3\4" or archive.testzip():  # nor does it look at check sums
+        with zipfile.ZipFile(path) as archive:  # torch.load would read older kinds, too, by riskier
+            if archive.infolist()[0].header_offset or archive.testzip():  # ways, and no check sums
                 raise ValueError
         return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except PermissionError as error:
-        fail(f"cannot read {path}: {error.strerror}")
     except MemoryError:
         raise
     except Exception as error:  # a broken file can raise nearly anything
-        fail(f"{path} is no whole checkpoint ({type(error).__name__})")
+        fail(f"{path} is no whole checkpoint that we may read ({type(error).__name__})")
 
 
 def load_checkpoint(path, script=None):
     """What a run (of the script) has saved, or one sentence."""
     checkpoint = load_weights(path)
-    kinds = dict(model_class=str, model_args=dict, model=dict, config=dict, step=int)
-    kinds |= dict(optimizers=list, scaler=dict, log=list) if Path(path).name == "ckpt.pt" else {}
-    kinds |= dict(classes=list, mean=list) if "classes" in checkpoint else dict(vocabulary=str)
-    lacks = [key for key, kind in kinds.items() if not isinstance(checkpoint.get(key), kind)]
-    if lacks:
+    needed = {"model_class", "model_args", "model", "config", "step"}
+    if Path(path).name == "ckpt.pt":
+        needed |= {"optimizers", "scaler", "log"}
+    if lacks := needed - checkpoint.keys():
         fail(f"{path} is of an earlier version, or no checkpoint of this project: it lacks "
-             f"{', '.join(lacks)}")
+             f"{', '.join(sorted(lacks))}")
     if script and checkpoint["config"].get("script") != script:
         fail(f"{path} comes from {checkpoint['config'].get('script')}, not from {script}")
     return checkpoint
@@ -573,30 +568,25 @@ def build(s, checkpoint, kind, args):
     """The model kind(**args), with weights drawn from the seed; or as the checkpoint has it; or,
     for --init_from, with its weights, but for a head that it lacks."""
     torch.manual_seed(s.seed)
-    for key, x in checkpoint["model"].items() if checkpoint else ():
-        if not torch.is_tensor(x) or x.is_meta or not x.isfinite().all():
-            fail(f"{key} in {s.init_from or s.out_dir} is no tensor of finite numbers")
     if not checkpoint or s.init_from:
         model = kind(**args)
-        if checkpoint:
-            ours, theirs = model.state_dict(), checkpoint["model"]
-            theirs = {k: x for k, x in ours.items() if k.startswith("head.")} | theirs
-            for key in ours | theirs:
-                shapes = [tuple(np.shape(x[key])) if key in x else None for x in (theirs, ours)]
-                if shapes[0] != shapes[1]:
-                    fail(f"{s.init_from} does not fit --preset={s.preset}: {key} is {shapes[0]} "
-                         f"there, {shapes[1]} here")
-            model.load_state_dict(theirs)
-            print(f"begins with the weights of {s.init_from}" + ", and a new head"
-                  * ("head.weight" not in checkpoint["model"]))
-    else:
-        with telling(f"the weights of the checkpoint in {s.out_dir} do not fit its model"):
-            if checkpoint["model_class"] != kind.__name__:
-                raise ValueError(f"{checkpoint['model_class']} is no {kind.__name__}")
-            args = checkpoint["model_args"]
-            with torch.device("meta"):  # no memory for sizes that the weights may not have
-                model = kind(**args)
-            model.load_state_dict(checkpoint["model"], assign=True)
+    if checkpoint:
+        weights = checkpoint["model"]
+        with telling(f"the weights in {s.init_from or s.out_dir} do not fit"):
+            if s.init_from:
+                new_head = {k: x for k, x in model.state_dict().items() if k.startswith("head.")}
+                print(f"begins with the weights of {s.init_from}"
+                      + ", and a new head" * ("head.weight" not in weights))
+                weights = new_head | weights
+            else:
+                if checkpoint["model_class"] != kind.__name__:
+                    raise ValueError(f"{checkpoint['model_class']} is no {kind.__name__}")
+                args = checkpoint["model_args"]
+                with torch.device("meta"):  # no memory for sizes that the weights may not have
+                    model = kind(**args)
+            model.load_state_dict(weights, assign=True)
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise ValueError("not all of them are finite")
     model.args = args  # for the next checkpoint
     return model.to(s.device, torch.float32)
 
@@ -856,17 +846,12 @@ def signals_noted():
 
 @contextlib.contextmanager
 def locked(folder):
-    """Keeps a second run out of the folder. The system lifts the lock when its process ends,
-    however it ends."""
+    """Keeps a second run out of the folder. The lock ends with its process, however that ends."""
     if RANK:
         yield
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a", encoding="utf-8")
-    except OSError as error:
-        fail(f"cannot write to {folder}: {error.strerror}", 1)
-    with file:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a", encoding="utf-8") as file:
         try:
             if os.name == "nt":
                 import msvcrt
@@ -874,9 +859,9 @@ def locked(folder):
             else:
                 import fcntl
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # Unix, Windows
+            fail(f"another run is training in {folder}: wait for it, or name another --out_dir")
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                fail(f"another run is training in {folder}: wait for it, or name another --out_dir")
             print(f"{folder} is not locked against another run: {error.strerror}")
         yield
 
@@ -1005,15 +990,10 @@ def load_text(path=None, data_dir=HERE / "data"):
         path = next((p for p in kept if p.exists()), None) or get_shakespeare(*kept)
     texts, files = [], sorted(Path(path).glob("*.txt")) if os.path.isdir(path) else [Path(path)]
     for file in files:
-        if file.exists() and not file.is_file():
-            fail(f"cannot read the text {file}: it is no file")
-        try:
+        with telling(f"cannot read {file} as a text in UTF-8"):
+            if file.exists() and not file.is_file():
+                raise ValueError("it is no file")
             texts.append(composed(file.read_text(encoding="utf-8-sig")))
-        except OSError as error:
-            fail(f"cannot read the text {file}: {error.strerror}")
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            fail(f"the text {file} is not UTF-8: byte {error.start} is {byte:#x}")
     if not files:
         fail(f"there is no *.txt in {path}")
     return "".join(texts), Path(path).name
