@@ -12,7 +12,6 @@ An image is cut into patches, each a token. Results go to out/vision. To take th
 copy gmlp.py, mixer.py and train_common.py too.
 """
 import argparse
-import collections
 import contextlib
 import glob
 import hashlib
@@ -40,11 +39,10 @@ import train_common as common
 from gmlp import GMLP_SIZES, GMLPImageClassifier
 from mixer import MIXER_SIZES, EncoderImageClassifier
 
-FINE_TUNING = dict(  # eps, mean and std are those of timm's weights
-    toeplitz=False, image_size=(224, 224), crop=16, eps=1e-6, mean=(0.5,), std=(0.5,),
-    batch_size=16, max_iters=120, eval_interval=40, log_interval=4, optimizer="adamw",
-    schedule="cosine", learning_rate=1e-3, body_rate=0.1, warmup_iters=12, beta2=0.999,
-    weight_decay=0.05)
+FINE_TUNING = dict(  # eps is that of timm's weights
+    toeplitz=False, image_size=(224, 224), crop=16, eps=1e-6, batch_size=16, max_iters=120,
+    eval_interval=40, log_interval=4, optimizer="adamw", schedule="cosine", learning_rate=1e-3,
+    body_rate=0.1, warmup_iters=12, beta2=0.999, weight_decay=0.05)
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/vit"
 # is what changes with that preset and model: all models have equal parameters (5 %), but not in the
 # copies of published set-ups.
@@ -100,11 +98,8 @@ def pair(text):
 
 
 def channels(text):
-    """An argparse type: a number for all channels, or one for each of three."""
-    numbers = tuple(common.number(float, 0, 1)(part) for part in text.split(","))
-    if len(numbers) not in (1, 3):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither one number nor three")
-    return numbers
+    """An argparse type: a number for all channels, or one for each."""
+    return tuple(common.number(float, 0, 1)(part) for part in text.split(","))
 
 
 def parse_flags(argv):
@@ -115,10 +110,10 @@ def parse_flags(argv):
     add("--image_size", type=pair, help="32 or 32,64 (height,width): images are resized to it")
     add("--patch_size", type=pair, help="of a token, like --image_size")
     add("--in_channels", type=common.COUNT, choices=(1, 3), help="1: grey, 3: colour")
-    add("--mean", type=channels, help="of all channels or each, from 0 to 1 (default: measured)")
+    add("--mean", type=channels, help="of all channels or each, from 0 to 1 (default: measured, "
+        "or that of the weights)")
     add("--std", type=channels, help="their deviation, like --mean")
-    add("--flip", type=common.PROBABILITY, help="chance to mirror an image (default: 0.5, with "
-        "--data 0)")
+    add("--flip", type=common.PROBABILITY, help="chance to mirror (default: 0.5, with --data 0)")
     add("--crop", type=common.number(int, 0), help="shift an image by up to this many pixels")
     add("--mixup", type=common.RATE, help="alpha of MixUp: blends pairs of images")
     add("--cutmix", type=common.RATE, help="alpha of CutMix: pastes a box of another image")
@@ -126,8 +121,7 @@ def parse_flags(argv):
     add("--recipe", choices=("batch", "article"), help="article: its transforms image by image, "
         "the same drop_path in all layers")
     add("--l2", type=common.RATE, help="Adam with this penalty on the squares of all weights")
-    add("--body_rate", type=common.PROBABILITY, help="with --init_from: the share of the learning "
-        "rate that all but the head gets")
+    add("--body_rate", type=common.PROBABILITY, help="learning rate of all but the head, a share")
     add("--predict", nargs="+", metavar="FILE", help="classify pictures, folders and patterns of "
         "them, by OUT_DIR/best.pt")
     add("--json", **common.SWITCH, help="--predict: a line of JSON for each picture")
@@ -179,9 +173,7 @@ def weights_of_timm(path):
         try:
             from safetensors.torch import load
             state = load(Path(path).read_bytes())
-        except ImportError:
-            common.fail(f"{path} needs the package safetensors: pip install safetensors")
-        except Exception as error:  # it is no such file, or it cannot be read
+        except Exception as error:  # it is no such file, or the package is not installed
             common.fail(f"cannot read {path}: {error}")
     else:
         state = common.load_weights(path)
@@ -190,7 +182,7 @@ def weights_of_timm(path):
     names = TIMM | (TIMM_GMLP if any(".gate." in key for key in state) else {})
     for theirs, ours in names.items():
         state = {re.sub(theirs, ours, key): weights for key, weights in state.items()}
-    return dict(model=state, config={})
+    return dict(model=state, config={}, mean=[127.5], std=[127.5])  # of all channels
 
 
 # ---------------------------------------------------------------- data: images (N, C, h, w), uint8
@@ -357,20 +349,20 @@ def read_own(s, checkpoint, digest):
     images, names = splits["train"]
     if s.eval and digest.hexdigest() != checkpoint["data_sha256"]:
         return dict(test=(images, names))
-    left = {name: max(1, round(n / 10)) if n > 1 else 0
-            for name, n in collections.Counter(names).items()}
-    places = dict(train=[], validate=[])
-    generator = torch.Generator().manual_seed(s.seed)
+    generator, places, held_out = torch.Generator().manual_seed(s.seed), {}, []
     for i in torch.randperm(len(names), generator=generator).tolist():
-        places["validate" if left[names[i]] else "train"].append(i)
-        left[names[i]] = max(0, left[names[i]] - 1)
-    if not places["validate"]:
+        places.setdefault(names[i], []).append(i)
+    for some in places.values():
+        if len(some) > 1:
+            held_out += some[:max(1, round(len(some) / 10))]
+    if not held_out:
         common.fail(f"no image can be held out of {s.data}, since each class has a single one: "
                     "give more")
     print("there are no images to validate: a tenth of each class is held out, "
-          f"{len(places['validate']):,} images")
-    return {split: (images[sorted(some)], [names[i] for i in sorted(some)])
-            for split, some in places.items()}
+          f"{len(held_out):,} images")
+    rest = sorted({*range(len(names))} - {*held_out})
+    return {split: (images[some], [names[i] for i in some])
+            for split, some in (("train", rest), ("validate", sorted(held_out)))}
 
 
 def load_data(s, checkpoint):
@@ -399,12 +391,12 @@ def load_data(s, checkpoint):
         common.fail(f"the only class with training images is {classes[0]}: give two or more")
     data = types.SimpleNamespace(
         classes=classes, name=Path(s.data).name if s.data else s.dataset, sha256=digest.hexdigest())
+    place = {name: i for i, name in enumerate(classes)}
     for split, (images, names) in splits.items():
         unknown = sorted(set(names) - set(classes))
         if unknown:
             print(common.visible(f"images to {split} of {', '.join(unknown)} are left out: there "
                                  "are none to train on"))
-        place = {name: i for i, name in enumerate(classes)}
         known = [i for i, name in enumerate(names) if name in place]
         if not known:
             common.fail(f"there are images to {split} of {', '.join(unknown)}, and none of the "
@@ -415,8 +407,7 @@ def load_data(s, checkpoint):
             images=images if len(known) == len(names) else images[known],
             labels=torch.tensor([place[names[i]] for i in known])))
     if new and s.mean:
-        data.mean, data.std = ([255 * x for x in (numbers * 3)[:s.in_channels]]
-                               for numbers in (s.mean, s.std))
+        data.mean, data.std = [255 * x for x in s.mean], [255 * x for x in s.std]
     elif checkpoint:
         data.mean, data.std = checkpoint["mean"], checkpoint["std"]
     else:  # one channel at a time: they become floats
@@ -428,10 +419,10 @@ def load_data(s, checkpoint):
     print(common.visible(f"data {data.name}: {counts}, {height} x {width} pixels, {len(classes)} "
                          f"classes: {', '.join(classes)}"))
     if not s.eval:
-        kinds = [f"{kind} {vars(s)[kind]}" for kind in ("flip", "crop", "mixup", "cutmix")
-                 if vars(s)[kind]] + ["the article's"] * (s.recipe == "article")
-        print(f"augmentation: {', '.join(kinds) or 'none'}; mean "
-              + ", ".join(f"{m:.4g} +- {d:.4g}" for m, d in zip(data.mean, data.std)) + " of 255")
+        print(f"augmentation: flip {s.flip}, crop {s.crop}, mixup {s.mixup}, cutmix {s.cutmix}, "
+              f"recipe {s.recipe}")
+        print("mean and deviation of the channels, of 255: "
+              + ", ".join(f"{m:.4g} +- {d:.4g}" for m, d in zip(data.mean, data.std)))
     return data
 
 
@@ -559,8 +550,6 @@ def main(argv=()):
     data = load_data(s, checkpoint)
     if s.init_from and checkpoint.get("classes") != data.classes:  # a head for the new ones
         checkpoint["model"] = {k: x for k, x in checkpoint["model"].items() if k[:5] != "head."}
-    elif not checkpoint and s.preset in ("s16", "mixer_b16"):
-        print(f"--preset={s.preset} without --init_from: it trains from scratch")
     model = common.build(s, checkpoint, *describe_model(s, len(data.classes)))
     if s.eval:
         val_loss, val_accuracy = evaluate(model, data.validate, data, s)
