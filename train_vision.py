@@ -41,8 +41,8 @@ import train_common as common
 from gmlp import GMLP_SIZES, GMLPImageClassifier
 from mixer import MIXER_SIZES, EncoderImageClassifier
 
-FINE_TUNING = dict(  # eps, mean and std are those of timm's weights
-    toeplitz=False, image_size=(224, 224), crop=16, eps=1e-6, mean=(0.5,), std=(0.5,),
+FINE_TUNING = dict(  # eps is that of timm's weights
+    toeplitz=False, image_size=(224, 224), crop=16, eps=1e-6,
     batch_size=16, max_iters=120, eval_interval=40, log_interval=4, optimizer="adamw",
     schedule="cosine", learning_rate=1e-3, body_rate=0.1, warmup_iters=12, beta2=0.999,
     weight_decay=0.05)
@@ -175,7 +175,8 @@ TIMM_GMLP = {"feed_forward.fc1": "proj_in", "feed_forward.fc2": "proj_out"}
 
 
 def weights_of_timm(path):
-    """A file of timm's (.safetensors or .pth) as a checkpoint of ours; None if it is none."""
+    """A file of timm's (.safetensors or .pth) as a checkpoint of ours; None if it is none. Most of
+    timm's weights were trained on (x - 0.5) / 0.5, x from 0 to 1."""
     if path.endswith(".safetensors"):
         try:
             from safetensors.torch import load
@@ -191,7 +192,7 @@ def weights_of_timm(path):
     names = TIMM | (TIMM_GMLP if any(".gate." in key for key in state) else {})
     for theirs, ours in names.items():
         state = {re.sub(theirs, ours, key): weights for key, weights in state.items()}
-    return dict(model=state, config={})
+    return dict(model=state, config={}, mean=[127.5] * 3, std=[127.5] * 3)
 
 
 # ---------------------------------------------------------------- data: images (N, C, h, w), uint8
@@ -253,6 +254,7 @@ def read_image(file, size, channels):
     """The picture in a file (or its name), squeezed to size: (C, h, w), on white where it is
     transparent. Any error if it is broken, or so large that PIL warns of it (90 million pixels)."""
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of EXIF that is broken
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         with Image.open(file) as image:
             if image.mode == "F":
