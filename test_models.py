@@ -2049,6 +2049,110 @@ def test_weights_of_the_nanogpt_preset(trained, monkeypatch):
         trained("lm", f"{flags} --max_iters=1")
     assert drawn == ["--preset=nanogpt"]
 
+# ----------------------------------------------------------------- texts and weights of one's own
+
+@on_text
+def test_texts_of_your_own(job, tmp_path, told, capsys):
+    """Cases 62, 63 and 67: a folder stands for its *.txt in order of name; --val_data validates,
+    and all of --data trains; --eval reads the last tenth of the run's own text, and all of another
+    one, however short. An accent is one character in files, prompts and blanks alike."""
+    folder, half, other = tmp_path / "texts", len(TEXT) // 2, tmp_path / "other.txt"
+    folder.mkdir()
+    told(lambda: job(f"--data={folder}"), "no *.txt", folder)
+    for name, text in (("b.txt", TEXT[half:]), ("a.txt", TEXT[:half]), ("c.md", "no")):
+        (folder / name).write_text(text.replace("é", "e\u0301"), encoding="utf-8")
+    def split(flags, expected, **options):
+        capsys.readouterr()
+        result = job(flags, **options)
+        words = "{:,} characters to train on, {:,} to validate".format(*expected)
+        assert words in capsys.readouterr().out
+        return result
+    tenth = (len(TEXT) * 9 // 10, len(TEXT) - len(TEXT) * 9 // 10)
+    result = split(f"--data={folder} --max_iters=2", tenth)
+    assert result["data_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
+    own = split("--eval", tenth, tiny=False)  # the same text from one file
+    assert own["val_loss"] == pytest.approx(result["val_loss"])
+    for count in (12, 400):
+        other.write_text(TEXT[:count], encoding="utf-8")
+        split(f"--eval --data={other}", (0, count), tiny=False)
+    result = split(f"--max_iters=2 --val_data={other}", (len(TEXT), 400))
+    answer = train_lm.main if job.name == "lm" else train_mlm.main
+    scored = answer(["--eval", f"--out_dir={job.out}", "--device=cpu"])
+    assert scored["val_loss"] == pytest.approx(result["val_loss"])
+    accent = dict(lm="--sample --max_new_tokens=0 --prompt=e\u0301va", mlm="--fill=e\u0301v_")
+    answer = job(accent[job.name], tiny=False)
+    assert (answer.get("sample") or answer["fill"]).startswith("év")
+    other.write_text("日本" * 99, encoding="utf-8")
+    told(lambda: job(f"--val_data={other}"), "日本", other.name)
+
+@on_text
+def test_a_large_text_is_validated_in_parts(job):
+    """Case 46: while training, eval_chars of the validation split are read, in windows evenly
+    spread; --eval reads all."""
+    read, windows_of = [], common.windows_of
+    def counting(*args):
+        for rows in windows_of(*args):
+            read.append(rows.numel())
+            yield rows
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "windows_of", counting)
+        sums = []
+        for flags, tiny in (("--max_iters=1 --eval_chars=160", True), ("--eval", False)):
+            read.clear()
+            job(flags, tiny=tiny)
+            sums.append(sum(read))
+    tenth = len(TEXT) - len(TEXT) * 9 // 10
+    if job.name == "lm":  # each window has the letter before it
+        assert sums == [170, tenth - 1 + (tenth + 14) // 16]
+    else:  # inputs and targets
+        assert sums == [2 * 160, 2 * tenth]
+    ids = torch.arange(1000)
+    rows = torch.cat([*common.windows_of(ids, 11, 10, 200)])
+    assert rows.shape == (20, 11) and rows[0, 0] == 0 and rows[-1, 0] == 980
+    steps = rows[:, 0].diff()
+    assert steps.min() >= 50 and steps.max() <= 60 and torch.equal(rows, rows[:, :1] + ids[:11])
+
+def test_a_line_break_can_be_typed():
+    """Case 61: \\n in a prompt is a line break, unless the vocabulary has a backslash."""
+    assert common.typed("a\\na", "\na", "--prompt").tolist() == [1, 0, 1]
+    assert common.typed("a\\na", "\n\\an", "--prompt").tolist() == [2, 1, 3, 2]
+
+def test_encoding_takes_little_memory():
+    """Case 52: at most 6 bytes a character at the peak, and 8 MiB."""
+    text, vocabulary = "to be or not " * 200_000, " beonrt"
+    tracemalloc.start()
+    try:
+        common.encode(text, vocabulary, "it")
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(text) + 2**23
+    finally:
+        tracemalloc.stop()
+
+def test_init_from_a_run_of_ours(job, tmp_path, told, monkeypatch, capsys):
+    """Case 54: --init_from begins with the weights and the architecture of another run, not with
+    its step, optimizer or schedule; it excludes --resume and the modes that only answer."""
+    job("--max_iters=2")
+    best, weights = job.out / "best.pt", []
+    kept, other = opened(best)[1], Job(job.name, tmp_path / "other", {job.name: job.data})
+    first(monkeypatch, common.Run, "steps", lambda run: weights.append(
+        {key: x.clone() for key, x in run.model.state_dict().items()}))
+    flags = "--device=cpu --max_iters=3 --learning_rate=0.001 --batch_size=4"
+    result = other(f"--init_from={best} {flags}", tiny=False)
+    assert equal(weights[0], kept["model"]) and not equal(other.checkpoint()["model"], weights[0])
+    assert f"begins with the weights of {best}" in capsys.readouterr().out
+    assert result["iters"] == 3 and result["config"]["d_model"] == 16
+    assert result["config"]["seed"] == 1 and other.checkpoint()["log"][0]["iter"] == 1
+    for mode in ("--resume", "--eval", job.answer):
+        told(lambda: other(f"{mode} --init_from={best}", tiny=False), "exclude each other")
+    told(lambda: other(f"--init_from={best} --d_model=32", tiny=False), "d_model=16", 32)
+    torch.save(kept | dict(model={k: x[..., :2] for k, x in kept["model"].items()}), best)
+    told(lambda: other(f"--init_from={best} {flags}", tiny=False), "there", "here", "--preset=")
+    if job.name == "vision":
+        return
+    new = tmp_path / "new.txt"
+    new.write_text(TEXT + "日", encoding="utf-8")
+    torch.save(kept, best)
+    told(lambda: other(f"--init_from={best} {flags} --data={new}", tiny=False), "日", new.name)
+
 # ------------------------------------------------------------------------------ what a run answers
 
 def test_sampling(trained, monkeypatch, capsys):
@@ -2130,7 +2234,8 @@ def test_gating_ablation(formula, job, monkeypatch):
     gate = SpatialGatingUnit if split else type("Gate", (Whole,), dict(
         combined=staticmethod(combined)))
     def build(s, checkpoint, kind, args, whole=common.build):
-        model = whole(s, checkpoint, kind, args | dict(d_ffn=s.d_ffn if split else s.d_ffn * 3 // 2))
+        d_ffn = s.d_ffn if split else s.d_ffn * 3 // 2
+        model = whole(s, checkpoint, kind, args | dict(d_ffn=d_ffn))
         for block in [] if split else model.trunk.blocks:
             block.sgu.__class__ = gate
             block.proj_in = nn.Linear(s.d_model, s.d_ffn * 3 // 4)  # no split: U is half as wide
@@ -2158,9 +2263,9 @@ STRICT = [sys.executable, "-X", "warn_default_encoding", "-W", "error"]
 
 @slow
 def test_a_run_as_a_command(job, tmp_path):
-    """Cases 17, 28, 32 and 34: the scripts run from any folder, in the C locale, warnings as
-    errors, without matplotlib (and torchvision for text), on a cluster that is not torchrun's, and
-    write nothing beside themselves; a mistyped flag is one line."""
+    """Cases 17, 28, 32, 34 and 56: the scripts run from any folder, in the C locale, warnings as
+    errors, without matplotlib (and torchvision for text), on a cluster that is not torchrun's,
+    print UTF-8 and write nothing beside themselves; a mistyped flag is one line."""
     if subprocess.run([*STRICT, "-c", "import torch, torchvision"], capture_output=True).returncode:
         pytest.skip("this PyTorch (2.5 is one) warns when nothing but itself is imported")
     folder = tmp_path / "zwei Wörter"
@@ -2172,7 +2277,7 @@ def test_a_run_as_a_command(job, tmp_path):
         f"import sys\nsys.modules.update(dict.fromkeys({missing}))\n", encoding="utf-8")
     files, environment = sorted(folder.iterdir()), os.environ | dict(
         LANG="C", LC_ALL="C", PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=str(folder), RANK="1",
-        WORLD_SIZE="4")
+        WORLD_SIZE="4", PYTHONIOENCODING="cp1252")
     run = lambda flags: subprocess.run(
         [*STRICT, folder / f"train_{job.name}.py", *job.flags(flags, out="Größe")], cwd="/",
         env=environment, capture_output=True, encoding="utf-8")
@@ -2184,28 +2289,25 @@ def test_a_run_as_a_command(job, tmp_path):
     assert bad.returncode == 2 and bad.stderr.count("\n") == 1
     assert "did you mean --batch_size?" in bad.stderr
 
-THREE_LINES = """
-import sys, torch, {module}
-kept = torch.load(sys.argv[1], weights_only=True)
-model = getattr({module}, kept["model_class"])(**kept["model_args"])
-model.load_state_dict(kept["model"])
-print(model.eval()({inputs}).double().sum().item())
-"""
-
 @slow
 @pytest.mark.parametrize("job, module", [("lm", "gmlp"), ("mlm", "mixer"), ("vision", "gmlp"),
                                          ("vision", "mixer")], indirect=["job"])
 def test_one_file_opens_best_pt(job, trained, module):
-    """Case 53: three lines with gmlp.py or mixer.py alone give the trained model."""
+    """Case 53: README's lines, in a folder with gmlp.py or mixer.py alone, give the trained model,
+    whose class and arguments, vocabulary or classes, mean and deviation stand beside it."""
     job = trained(job.name, f"--model={module} --max_iters=2", copy=job.folder)
-    (job.folder / "alone").mkdir()
-    shutil.copy(HERE / f"{module}.py", job.folder / "alone")
+    for file in (HERE / f"{module}.py", job.out / "best.pt"):
+        shutil.copy(file, job.folder)
+    (lines,) = re.findall(r"```python\n(import gmlp, torch\n.*?)```", README, re.DOTALL)
     inputs = "torch.ones(1, 3, 16, 16)" if job.name == "vision" else "torch.arange(16)[None]"
     said = subprocess.check_output(
-        [sys.executable, "-c", THREE_LINES.format(module=module, inputs=inputs),
-         job.out / "best.pt"], cwd=job.folder / "alone", env=os.environ | dict(PYTHONPATH=""))
-    ours = opened(job.out / "best.pt")[0](eval(inputs)).double().sum().item()
-    assert float(said) == pytest.approx(ours, abs=1e-4)
+        [sys.executable, "-c", lines.replace("gmlp", module)
+         + f"print(model.eval()({inputs}).double().sum().item(), *sorted(best))"],
+        cwd=job.folder, env=os.environ | dict(PYTHONPATH=""), text=True).split()
+    model, kept = opened(job.out / "best.pt")
+    assert float(said[0]) == pytest.approx(model(eval(inputs)).double().sum().item(), abs=1e-4)
+    own = {"classes", "mean", "std"} if job.name == "vision" else {"vocabulary"}
+    assert said[1:] == sorted(kept) and own <= kept.keys()
 
 @slow
 def test_kill_at_any_moment(job):
@@ -2305,16 +2407,15 @@ def test_a_cluster_is_no_torchrun(monkeypatch):
 
 @on_lm
 @slow
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is told in other units")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is told otherwise")
 def test_memory_of_the_laptop_preset(job):
     """Training at the laptop preset's sizes takes less than 1 GiB over the import of torch."""
-    def peak(*command):
-        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        assert status == 0
-        return usage.ru_maxrss / 2**20  # GiB
+    def peak(code):  # a child's ru_maxrss may be what its parent had when it was started
+        code += "\nprint(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])"
+        said = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=HERE)
+        return int(said.split()[-1]) / 2**20  # GiB
     flags = job.flags("--device=cpu --max_iters=3 --max_new_tokens=5", tiny=False)
-    assert 0 < peak(train_lm.__file__, *flags) - peak("-c", "import torch") < 1
+    assert 0 < peak(f"import train_lm\ntrain_lm.main({flags})") - peak("import torch") < 1
 
 @slow
 def test_a_command_ends_as_the_shell_expects(told, monkeypatch):
@@ -2388,7 +2489,7 @@ def test_evaluation_of_images_is_as_by_hand(vision, channels, capsys):
     assert result["confusion"] == confusion.tolist() and confusion.sum(dim=1).tolist() == [2, 3, 4]
     share = (confusion.diag() / confusion.sum(dim=1)).tolist()
     assert result["per_class_accuracy"] == pytest.approx(dict(zip(sorted(COLOURS), share)))
-    assert "24 images to train, 9 images to validate, 16 x 16 pixels, 3 classes: blue, green" in said
+    assert "24 images to train, 9 images to validate, 16 x 16 pixels, 3 classes: blue" in said
     assert "accuracy by class: blue" in said
 
 def test_classic_vision_trains_and_resumes(vision, monkeypatch):
@@ -2601,7 +2702,7 @@ def test_cifar(vision, monkeypatch, capsys):
         warnings.simplefilter("error")
         data = load("--image_size=64 --patch_size=16")
         assert built_in(vision, "--in_channels=1 --max_iters=2 --image_size=64")["iters"] == 2
-    assert capsys.readouterr().out.count("cifar10: 5 images to train, 6 images to validate, 32 x") == 2
+    assert capsys.readouterr().out.count("cifar10: 5 images to train, 6 images to validate, 32") == 2
     expected = torch.arange(6 * 3072).view(6, 32, 32, 3).permute(0, 3, 1, 2) % 256
     assert torch.equal(data.validate.images, expected) and data.validate.images.dtype == torch.uint8
     assert torch.equal(data.train.images, expected[:5]) and data.classes == ["a", "d", "i"]
@@ -2646,6 +2747,166 @@ def test_vision_training_works(vision):
     result = built_in(vision, f"--dataset=shapes {sizes} --max_iters=400 --eval_interval=400 "
                       "--warmup_iters=20 --learning_rate=6e-3 --flip=0 --crop=0")
     assert result["val_accuracy"] > 0.8
+
+def test_layouts_of_folders(vision, monkeypatch, capsys):
+    """Case 44: any usual split is taken. With train, val and test, val chooses best.pt and test is
+    scored once, by its weights; with nothing held out a tenth of each class is, by the seed, and a
+    line says so, one image of two at least and none of one; --eval takes test, else val, and of
+    pictures that the run did not train on all."""
+    both, splits = some_pictures(vision, place="both"), []
+    def counts(folder, flags=""):
+        data = load(f"--data={folder} --image_size=16 {flags}")
+        return data, [len(vars(data)[split].labels) for split in ("train", "validate", "test")
+                      if hasattr(data, split)]
+    for name in ("val", "valid", "validation"):
+        (both / "test").rename(both / name) if name == "val" else splits[-1].rename(both / name)
+        splits.append(both / name)
+        assert counts(both)[1] == [24, 9]
+    shutil.copytree(both / "train", both / "test")
+    assert counts(both)[1] == [24, 9, 24]
+    result = vision(f"--data={both} --learning_rate=0.01")
+    best = vision(f"--eval --data={both}", tiny=False)
+    assert best["val_accuracy"] == result["test_accuracy"]
+    assert best["val_loss"] == pytest.approx(result["test_loss"])
+    shutil.rmtree(both / "test")
+    result = vision(f"--eval --data={both}", tiny=False)
+    assert f"{9} images" in capsys.readouterr().out
+    flat = both / "train"
+    shutil.copytree(flat / "red", flat / "few")
+    for path in sorted((flat / "few").iterdir())[1:]:
+        path.unlink()
+    capsys.readouterr()
+    (data, sizes), (again, _), (other, _) = (counts(flat, f"--seed={k}") for k in (1, 1, 2))
+    assert "a tenth of each class is held out, 3 images" in capsys.readouterr().out
+    assert sizes == [22, 3] and data.classes == ["blue", "few", "green", "red"]
+    assert data.validate.labels.tolist() == [0, 2, 3]
+    images = [x.validate.images for x in (data, again, other)]
+    assert torch.equal(images[0], images[1]) and not torch.equal(images[0], images[2])
+    vision(f"--data={flat} --max_iters=1")
+    capsys.readouterr()
+    vision(f"--eval --data={flat}", tiny=False)
+    assert " of 3 images" in capsys.readouterr().out
+    (flat / "few/another.png").write_bytes((flat / "few/0.png").read_bytes())
+    vision(f"--eval --data={flat}", tiny=False)
+    assert " of 26 images" in capsys.readouterr().out
+
+def test_pictures_at_any_depth(vision, capsys):
+    """Cases 48 and 66: pictures lie at any depth below their class; a broken link and a file
+    outside the classes are told; a sound picture with broken EXIF is read as it lies."""
+    folder = some_pictures(vision)
+    deep = folder / "train/red/2024/may"
+    deep.mkdir(parents=True)
+    (folder / "train/red/0.png").rename(deep / "0.png")
+    (folder / "train/red/gone.png").symlink_to("nowhere.png")
+    (folder / "train/stray.png").write_bytes((deep / "0.png").read_bytes())
+    camera, exif = deep / "camera.jpg", Image.Exif()
+    exif[274] = 6
+    Image.open(deep / "0.png").save(camera, exif=exif)
+    sound = camera.read_bytes()
+    camera.write_bytes(sound.replace(b"MM\0*\0\0\0\x08", b"MM\0*\0\0\0\xff"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lies = train_vision.read_image(camera, (14, 18), 3)
+    assert torch.equal(lies, train_vision.read_image(io.BytesIO(
+        sound.replace(b"Exif\0\0", b"Odds\0\0")), (14, 18), 3))
+    data, (out, err) = load(f"--data={folder}"), capsys.readouterr()
+    assert len(data.train.labels) == 25 and data.train.labels.bincount().tolist() == [8, 8, 9]
+    assert "1 of 26 files" in err and "gone.png (No such file" in err
+    assert "1 files in" in out and "are in no class" in out
+
+def test_class_names_in_any_script(vision, capsys):
+    """Case 67: é as one character or as two is one class; names stand as they are in answers, JSON
+    and files."""
+    folder = some_pictures(vision, dict(blue="été", red="白い花"))
+    shutil.move(folder / "test/été", folder / "test/e\u0301te\u0301")
+    result = vision(f"--data={folder} --max_iters=2")
+    assert result["classes"] == ["été", "白い花"]
+    assert "白い花" in json.loads((vision.out / "result.json").read_text())["classes"]
+    capsys.readouterr()
+    picture = str(folder / "test/白い花/0.png")
+    answer = vision(f"--predict {picture} --json", tiny=False)["predict"][picture]
+    line = json.loads(capsys.readouterr().out)
+    assert line["probabilities"] == answer and set(answer) == {"été", "白い花"}
+
+def test_augmentation_is_told(vision, monkeypatch, capsys):
+    """Case 51: in pictures of one's own, left and right may differ: they are mirrored only if it is
+    asked for, and the start says which augmentation is on."""
+    for flags, words in (("", "augmentation: crop 4;"), ("--flip=0.5", "flip 0.5, crop 4"),
+                         ("--crop=0", "augmentation: none")):
+        load(f"--data={vision.data} {flags}")
+        assert words in capsys.readouterr().out
+    load("--dataset=shapes")
+    assert "augmentation: flip 0.5, crop 4;" in capsys.readouterr().out
+
+def test_more_pictures_than_memory(vision, monkeypatch, told):
+    """Too many pictures for the memory: one sentence with how much they would take."""
+    monkeypatch.setattr(os, "sysconf", lambda name: 4 if name == "SC_PAGE_SIZE" else 4000)
+    told(lambda: vision(), "24 images of 16 x 16", "18,432 bytes", status=1)
+
+def test_init_from_pictures_of_other_classes(vision, monkeypatch, capsys):
+    """Case 54: pictures of other classes get a new head, which trains at the whole rate, and all
+    else at the share body_rate; of the same classes, in the same order, the head stays."""
+    vision("--max_iters=2")
+    best, weights, steps = vision.folder / "best.pt", [], []
+    shutil.copy(vision.out / "best.pt", best)
+    kept = opened(best)[1]
+    first(monkeypatch, common.Run, "steps", lambda run: weights.append(
+        {key: x.clone() for key, x in run.model.state_dict().items()}))
+    flags = f"--device=cpu --init_from={best} --max_iters=1 --batch_size=4 --warmup_iters=0"
+    vision(flags, tiny=False)
+    assert equal(weights[-1], kept["model"])
+    folder = some_pictures(vision, dict(blue="jay", red="cardinal"))
+    vision(f"{flags} --data={folder} --optimizer=adamw --learning_rate=0.01 --weight_decay=0 "
+           "--body_rate=0.1 --grad_clip=0", tiny=False)
+    assert "and a new head" in capsys.readouterr().out
+    after, before = vision.checkpoint()["model"], weights[-1]
+    assert before["head.weight"].shape == (2, 16)
+    for key in before:
+        assert key.startswith("head.") or torch.equal(before[key], kept["model"][key])
+        steps.append((key.startswith("head."), (after[key] - before[key]).abs().max().item()))
+    assert max(step for head, step in steps if not head) == pytest.approx(0.001, rel=0.02)
+    assert max(step for head, step in steps if head) == pytest.approx(0.01, rel=0.02)
+
+@slow
+@pytest.mark.parametrize("preset, name, end", [
+    ("s16", "gmlp_s16_224", ".safetensors"), ("mixer_b16", "mixer_b16_224", ".pth")])
+def test_weights_of_timm(vision, preset, name, end, monkeypatch, told):
+    """Case 64: timm's own model and ours, with its weights by --init_from, agree to 1e-5; a file
+    that does not fit is told by key, both shapes and preset, or by the package that it needs."""
+    timm = pytest.importorskip("timm")
+    safetensors = pytest.importorskip("safetensors.torch")
+    theirs, file = timm.create_model(name, pretrained=False).eval(), vision.folder / f"model{end}"
+    for p in theirs.parameters():  # timm's head and biases start at 0
+        nn.init.normal_(p, mean=float(p.ndim == 1), std=0.02)
+    (safetensors.save_file if end == ".safetensors" else torch.save)(theirs.state_dict(), file)
+    flags = ["--device=cpu", "--dtype=float32", f"--out_dir={vision.out}", f"--init_from={file}"]
+    s, checkpoint = train_vision.parse_flags([*flags, f"--preset={preset}"])
+    model = common.build(s, checkpoint, *train_vision.describe_model(s, 1000)).eval()
+    images = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        same(model(images), theirs(images))
+    for scale, mean in (("", [127.5] * 3), ("--mean=0 --std=1", [0] * 3)):
+        data = train_vision.load_data(*train_vision.parse_flags(
+            [*flags, *scale.split(), f"--preset={preset}", f"--data={vision.data}"]))
+        assert data.mean == mean and data.std == [x or 255 for x in mean]
+    told(lambda: train_vision.main([*flags, "--preset=laptop", f"--data={vision.data}"]),
+         "--preset=laptop: ", "there", "here")
+    file.write_bytes(b"no weights")
+    told(lambda: train_vision.parse_flags(flags), file)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    if end == ".safetensors":
+        told(lambda: train_vision.parse_flags(flags), "pip install safetensors")
+
+def test_presets_for_fine_tuning(vision, monkeypatch, capsys):
+    """s16 and mixer_b16 are the papers' models; without --init_from they say that they train from
+    scratch."""
+    for preset, sizes in (("s16", GMLP_SIZES["S"]), ("mixer_b16", MIXER_SIZES["B/16"])):
+        s = vision_settings(f"--preset={preset} --data={vision.data}")
+        assert {key: vars(s)[key] for key in sizes} == sizes | dict(patch_size=(16, 16))
+        assert (s.image_size, s.eps, s.optimizer) == ((224, 224), 1e-6, "adamw")
+    small = "--image_size=32 --d_model=16 --d_ffn=24 --n_layers=2 --max_iters=1 --crop=2"
+    vision(f"--preset=s16 {small} --device=cpu --dtype=float32", tiny=False)
+    assert "without --init_from: it trains from scratch" in capsys.readouterr().out
 
 # ----------------------------------------------------------- pictures and train_vision.py's answers
 

@@ -560,11 +560,11 @@ def build(s, checkpoint, kind, args):
     if not checkpoint or s.init_from:
         model = kind(**args)
     if checkpoint:
-        weights = checkpoint["model"]
-        with telling(f"the weights in {s.init_from or s.out_dir} do not fit"):
+        place, weights = s.init_from or s.out_dir, checkpoint["model"]
+        with telling(f"the weights in {place} do not fit --preset={s.preset}"):
             if s.init_from:
                 new_head = {k: x for k, x in model.state_dict().items() if k.startswith("head.")}
-                print(f"begins with the weights of {s.init_from}"
+                print(f"begins with the weights of {place}"
                       + ", and a new head" * ("head.weight" not in weights))
                 weights = new_head | weights
             else:
@@ -573,6 +573,11 @@ def build(s, checkpoint, kind, args):
                 args = checkpoint["model_args"]
                 with torch.device("meta"):  # no memory for sizes that the weights may not have
                     model = kind(**args)
+            ours = model.state_dict()
+            for key in ours | weights:
+                there, here = (np.shape(x[key]) if key in x else None for x in (weights, ours))
+                if there != here:
+                    raise ValueError(f"{key} is {there} there, {here} here")
             model.load_state_dict(weights, assign=True)
             if not all(p.isfinite().all() for p in model.parameters()):
                 raise ValueError("not all of them are finite")

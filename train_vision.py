@@ -168,12 +168,15 @@ TIMM_GMLP = {"feed_forward.fc1": "proj_in", "feed_forward.fc2": "proj_out"}
 
 
 def weights_of_timm(path):
-    """A file of timm's (.safetensors or .pth) as a checkpoint of ours; None if it is none."""
+    """A file of timm's (.safetensors or .pth) as a checkpoint of ours; None if it is none. Most of
+    timm's weights were trained on (x - 0.5) / 0.5, x from 0 to 1."""
     if path.endswith(".safetensors"):
         try:
             from safetensors.torch import load
             state = load(Path(path).read_bytes())
-        except Exception as error:  # it is no such file, or the package is not installed
+        except ImportError:
+            common.fail(f"{path} needs the package safetensors: pip install safetensors")
+        except Exception as error:  # it is no such file, or it cannot be read
             common.fail(f"cannot read {path}: {error}")
     else:
         state = common.load_weights(path)
@@ -182,7 +185,7 @@ def weights_of_timm(path):
     names = TIMM | (TIMM_GMLP if any(".gate." in key for key in state) else {})
     for theirs, ours in names.items():
         state = {re.sub(theirs, ours, key): weights for key, weights in state.items()}
-    return dict(model=state, config={}, mean=[127.5], std=[127.5])  # of all channels
+    return dict(model=state, config={}, mean=[127.5] * 3, std=[127.5] * 3)
 
 
 # ---------------------------------------------------------------- data: images (N, C, h, w), uint8
@@ -244,6 +247,7 @@ def read_image(file, size, channels):
     """The picture in a file (or its name), squeezed to size: (C, h, w), on white where it is
     transparent. Any error if it is broken, or so large that PIL warns of it (90 million pixels)."""
     with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of EXIF that is broken
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         with Image.open(file) as image:
             if image.mode == "F":
@@ -268,13 +272,19 @@ def read_image(file, size, channels):
 def read_images(files, s, digest):
     """The readable ones of the files, and their images (N, C, h, w); the others are told. digest
     is fed with the bytes of all."""
-    images = torch.empty(len(files), s.in_channels, *stored_size(s), dtype=torch.uint8)
-    readable, broken = [], []
+    height, width = stored_size(s)
+    shape = len(files), s.in_channels, height, width
+    if hasattr(os, "sysconf"):  # Windows has none
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if math.prod(shape) > 0.9 * memory:
+            common.fail(f"{len(files):,} images of {height} x {width} take {math.prod(shape):,} "
+                        "bytes of memory: take fewer, or a smaller --image_size", 1)
+    images, readable, broken = torch.empty(shape, dtype=torch.uint8), [], []
     for file in files:
         try:
             content = Path(file).read_bytes()
             digest.update(content)
-            picture = read_image(io.BytesIO(content), stored_size(s), s.in_channels)
+            picture = read_image(io.BytesIO(content), (height, width), s.in_channels)
         except UnidentifiedImageError:
             broken.append(f"{file} (it is no image)")
         except Exception as error:  # a broken file can raise nearly anything
@@ -407,7 +417,8 @@ def load_data(s, checkpoint):
             images=images if len(known) == len(names) else images[known],
             labels=torch.tensor([place[names[i]] for i in known])))
     if new and s.mean:
-        data.mean, data.std = [255 * x for x in s.mean], [255 * x for x in s.std]
+        data.mean, data.std = ([255 * x for x in (numbers * 3)[:s.in_channels]]
+                               for numbers in (s.mean, s.std))
     elif checkpoint:
         data.mean, data.std = checkpoint["mean"], checkpoint["std"]
     else:  # one channel at a time: they become floats
@@ -419,10 +430,10 @@ def load_data(s, checkpoint):
     print(common.visible(f"data {data.name}: {counts}, {height} x {width} pixels, {len(classes)} "
                          f"classes: {', '.join(classes)}"))
     if not s.eval:
-        print(f"augmentation: flip {s.flip}, crop {s.crop}, mixup {s.mixup}, cutmix {s.cutmix}, "
-              f"recipe {s.recipe}")
-        print("mean and deviation of the channels, of 255: "
-              + ", ".join(f"{m:.4g} +- {d:.4g}" for m, d in zip(data.mean, data.std)))
+        kinds = [f"{kind} {vars(s)[kind]}" for kind in ("flip", "crop", "mixup", "cutmix")
+                 if vars(s)[kind]] + ["the article's"] * (s.recipe == "article")
+        print(f"augmentation: {', '.join(kinds) or 'none'}; mean "
+              + ", ".join(f"{m:.4g} +- {d:.4g}" for m, d in zip(data.mean, data.std)) + " of 255")
     return data
 
 
@@ -550,6 +561,8 @@ def main(argv=()):
     data = load_data(s, checkpoint)
     if s.init_from and checkpoint.get("classes") != data.classes:  # a head for the new ones
         checkpoint["model"] = {k: x for k, x in checkpoint["model"].items() if k[:5] != "head."}
+    elif not checkpoint and s.preset in ("s16", "mixer_b16"):
+        print(f"--preset={s.preset} without --init_from: it trains from scratch")
     model = common.build(s, checkpoint, *describe_model(s, len(data.classes)))
     if s.eval:
         val_loss, val_accuracy = evaluate(model, data.validate, data, s)
