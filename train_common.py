@@ -46,8 +46,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def fail(message, status=2):
-    """One sentence on stderr and an exit status: 2 for what the user gave, 1 for what went wrong
-    later."""
+    """One sentence on stderr; status 2 for what the user gave, 1 for what went wrong later."""
     print(f"error: {visible(message)}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -155,8 +154,7 @@ def training_parser(task, description, presets, models):
     names = [name for name in presets if "/" not in name]
     add("--preset", choices=names, help="what to start from (default: gpu on CUDA, else laptop)")
     add("--model", choices=models, help="the architecture")
-    add("--toeplitz", **SWITCH, help="the weights over tokens (gate, Mixer) "
-        "depend on the offset i - j alone")
+    add("--toeplitz", **SWITCH, help="the weights over tokens depend on the offset i - j alone")
     add("--positions", choices=("auto", "none", "learned", "sinusoidal"),
         help="what is added to the tokens (auto: learned for attention, else none)")
     add("--data", type=path, help="your own data instead of the built-in")
@@ -227,16 +225,12 @@ IDLE = [
     ("n_heads", lambda s: s.model == "mixer" or s.model in ("gmlp", "amlp") and not s.toeplitz,
      "attention and Toeplitz gates alone have heads"),
     ("toeplitz", lambda s: s.model in ("transformer", "vit"), "attention has no such weights"),
-    ("drop_path", lambda s: s.n_layers == 1 and vars(s).get("recipe") != "article",
-     "the first layer is never skipped"),
     ("dataset", lambda s: s.data, "--data takes its place"),
     ("mask_prob", lambda s: s.fill, "--fill has blanks of its own"),
     ("prompt max_new_tokens temperature top_k eval_chars", lambda s: s.eval,
      "--eval reads all, and writes nothing"),
-    ("top_k", lambda s: s.temperature == 0, "--temperature=0 takes the likeliest character"),
     ("body_rate", lambda s: not s.init_from, "without --init_from all weights are new"),
     ("mean std", lambda s: s.eval or s.predict, "best.pt has its own"),
-    ("json", lambda s: not s.predict, "it is how --predict answers"),
     ("max_iters", lambda s: s.minutes, "--minutes takes its place"),
     ("minutes", lambda s: s.resume, "the run has its length, which --max_iters changes"),
 ]
@@ -393,8 +387,7 @@ def over_all(x, how="SUM"):
 
 
 def noam_lr(step, d_model, warmup, factor=1.0):
-    """Vaswani et al. 2017, section 5.3: rises linearly, peaks at step = warmup, falls as
-    step^-0.5."""
+    """Vaswani et al. 2017, section 5.3: up linearly to step = warmup, then down as step^-0.5."""
     return factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
@@ -575,7 +568,8 @@ def build(s, checkpoint, kind, args):
                     model = kind(**args)
             ours = model.state_dict()
             for key in ours | weights:
-                there, here = (np.shape(x[key]) if key in x else None for x in (weights, ours))
+                there, here = (tuple(np.shape(x[key])) if key in x else None
+                               for x in (weights, ours))
                 if there != here:
                     raise ValueError(f"{key} is {there} there, {here} here")
             model.load_state_dict(weights, assign=True)
@@ -592,8 +586,8 @@ def build(s, checkpoint, kind, args):
 def training(s, model, checkpoint, **kept):
     """The Run of a model, until all is written: a lock keeps other runs out of its folder. kept is
     saved with each checkpoint."""
-    with locked(Path(s.out_dir)), contextlib.ExitStack() as signals:
-        yield Run(s, model, checkpoint, signals, kept)
+    with locked(Path(s.out_dir)):
+        yield Run(s, model, checkpoint, kept)
 
 
 class Run:
@@ -606,8 +600,8 @@ class Run:
     log.csv    the log, whose rows are the state of the run: how far it is, and how long it took
     """
 
-    def __init__(self, s, model, checkpoint, signals, kept):
-        self.s, self.model, self.signals, self.kept = s, model, signals, kept
+    def __init__(self, s, model, checkpoint, kept):
+        self.s, self.model, self.kept = s, model, kept
         self.optimizers = new_optimizers(model, s)
         device_type = torch.device(s.device).type
         self.scaler = torch.amp.GradScaler(device_type, enabled=s.dtype == "float16")
@@ -632,26 +626,25 @@ class Run:
         all is saved; a signal ends the run there, saved, with the status that shells expect (in the
         last iteration it has nothing to end)."""
         self.began = time.perf_counter() - self.seconds
-        self.noted = self.signals.enter_context(signals_noted())
-        while self.step < self.s.max_iters:
-            self.step += 1
-            self.model.train()
-            torch.manual_seed(mixed(self.s.seed, self.step))
-            yield self.step
-            if self.s.minutes:
-                self.fix_length()
-            ends = bool(self.figures) or self.signal
-            if ends or self.step == 1 or self.step % self.s.log_interval == 0:
-                with self.paused():
-                    self.add_row()
-                    if ends:
-                        self.save()
-            if self.signal and self.step < self.s.max_iters:
-                print(f"\nstopped after iteration {self.step:,}; --resume goes on from there")
-                if WORLD > 1:
-                    dist.barrier()  # a launcher ends all when one has ended
-                raise SystemExit(128 + self.signal)
-        self.signals.close()
+        with signals_noted() as self.noted:
+            while self.step < self.s.max_iters:
+                self.step += 1
+                self.model.train()
+                torch.manual_seed(mixed(self.s.seed, self.step))
+                yield self.step
+                if self.s.minutes:
+                    self.fix_length()
+                ends = bool(self.figures) or self.signal
+                if ends or self.step == 1 or self.step % self.s.log_interval == 0:
+                    with self.paused():
+                        self.add_row()
+                        if ends:
+                            self.save()
+                if self.signal and self.step < self.s.max_iters:
+                    print(f"\nstopped after iteration {self.step:,}; --resume goes on from there")
+                    if WORLD > 1:
+                        dist.barrier()  # a launcher ends all when one has ended
+                    raise SystemExit(128 + self.signal)
 
     def parts(self, batch):
         """batch (B, ...) -> grad_accum parts (B / processes / grad_accum, ...), of this process.
@@ -1045,10 +1038,7 @@ def encode(text, vocabulary, what):
         fail(f"{what} has characters that the model's vocabulary lacks: {unknown!r}")
     table = np.zeros(sys.maxunicode + 1, np.uint8 if len(vocabulary) <= 256 else np.int32)
     table[[ord(character) for character in vocabulary]] = np.arange(len(vocabulary))
-    if text.isascii():
-        codes = np.frombuffer(text.encode("ascii"), np.uint8)  # a quarter of the memory
-    else:
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     return torch.from_numpy(table[codes])
 
 
@@ -1065,8 +1055,8 @@ def windows_of(ids, length, stride, most=math.inf):
     of windows."""
     windows = ids.unfold(0, length, stride) if len(ids) >= length else ids[None][:0]
     rest = ids[len(windows) * stride:]
-    if len(ids) > most and len(windows):
-        count = max(1, min(len(windows), most // stride))
+    if len(ids) > max(most, length):
+        count = max(1, most // stride)
         places = torch.linspace(0, len(windows) - 1, count, dtype=torch.float64).long()
         windows, rest = windows[places], ids[:0]
     for rows in windows.split(max(1, 8192 // length)):
