@@ -346,9 +346,8 @@ def autocast(s):
 def compiled(model, s):
     """The model compiled, with the same weights. Validation and writing, whose shapes change, stay
     with the model itself. Without a compiler one line says so."""
-    new = time.time_ns() % 1_000_000  # a constant that is not in the compiler's cache
     try:
-        torch.compile(lambda x: x.sin() + new)(torch.ones(8, device=s.device))
+        torch.compile(torch.sin)(torch.ones(8, device=s.device))
     except Exception as error:  # whatever compilers and torch's compile stack may raise
         print(f"not compiled: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
         return model
@@ -522,8 +521,9 @@ def load_weights(path):
     if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
-        with zipfile.ZipFile(path) as archive:  # torch.load would read older kinds, too, by riskier
-            if archive.infolist()[0].header_offset or archive.testzip():  # ways, and no check sums
+        # torch.load alone would also take older kinds of file, by riskier ways, and no check sums
+        with zipfile.ZipFile(path) as archive:
+            if archive.infolist()[0].header_offset or archive.testzip():
                 raise ValueError
         return dict(torch.load(path, map_location="cpu", weights_only=True))
     except MemoryError:
@@ -808,22 +808,19 @@ def mixed(*numbers):
 def signals_noted():
     """Ctrl-C, SIGTERM and a closed terminal are only noted, as .signal of what this gives, so that
     the step is finished and all is saved; a second one does not wait for that."""
-    noted, old = types.SimpleNamespace(signal=0), {}
+    noted = types.SimpleNamespace(signal=0)
 
     def note(number, frame):
         if noted.signal and WORLD == 1:  # a launcher hands on what its processes have got already
             raise SystemExit(128 + number)
         noted.signal = number
-    if threading.current_thread() is threading.main_thread():  # others hear of no signal
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
-            if number and signal.getsignal(number) is not signal.SIG_IGN:
-                old[number] = signal.signal(number, note)
-    try:
+    with contextlib.ExitStack() as at_end:
+        if threading.current_thread() is threading.main_thread():  # others hear of no signal
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
+                if number and signal.getsignal(number) is not signal.SIG_IGN:
+                    at_end.callback(signal.signal, number, signal.signal(number, note))
         yield noted
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -1069,16 +1066,17 @@ def load_corpus(s, checkpoint):
     """The text of --data or Shakespeare as ids: its first 90 % to train on, the rest to validate;
     with --val_data, all to train on. To --eval, a text that the run did not train on is all to
     validate. The vocabulary is the checkpoint's, if there is one."""
-    scored = s.eval and s.val_data
+    if s.eval and s.val_data:
+        s.data, s.val_data = s.val_data, None
     with first_process_first():
-        text, name = load_text(scored or s.data, s.data_dir)
-        val_text, val_name = load_text(s.val_data) if s.val_data and not scored else ("", name)
+        text, name = load_text(s.data, s.data_dir)
+        val_text, val_name = load_text(s.val_data) if s.val_data else ("", name)
     digest = hashlib.sha256(text.encode("utf-8") + val_text.encode("utf-8")).hexdigest()
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
     ids, val_ids = encode(text, vocabulary, name), encode(val_text, vocabulary, val_name)
-    if scored or not s.val_data:
-        new = scored or s.eval and digest != checkpoint.get("data_sha256")
-        cut = 0 if new else int(0.9 * len(text))
+    if not s.val_data:
+        own = not s.eval or digest == checkpoint["data_sha256"]
+        cut = int(0.9 * len(text)) if own else 0
         ids, val_ids = ids[:cut], ids[cut:]
     for what, part in (f"{name}: the train", ids), (f"{val_name}: the validation", val_ids):
         if len(part) < s.seq_len + 1 and not s.eval or len(val_ids) < 2:

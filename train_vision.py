@@ -534,8 +534,8 @@ def draw_predictions(data, logits, path):
             image = data.validate.images[i].permute(1, 2, 0).expand(-1, -1, 3)
             axes.imshow(image.numpy(), extent=(x, x + 0.92, y - 0.92, y))
             name, truth = data.classes[guess], data.classes[data.validate.labels[i]]
-            text, color = (f"{short(name)} {p:.0%}", "black") if name == truth else (
-                f"{short(name)} {p:.0%}\nis {short(truth)}", "red")
+            text = f"{short(name)} {p:.0%}" + f"\nis {short(truth)}" * (name != truth)
+            color = "black" if name == truth else "red"
             axes.text(x + 0.46, y - 0.95, text, ha="center", va="top", fontsize=8, color=color,
                       parse_math=False)
         axes.set(xlim=(0, min(8, len(some))), ylim=(y - 1.3, 0))
