@@ -346,8 +346,9 @@ def autocast(s):
 def compiled(model, s):
     """The model compiled, with the same weights. Validation and writing, whose shapes change, stay
     with the model itself. Without a compiler one line says so."""
+    new = time.time_ns() % 1_000_000  # a constant that is not in the compiler's cache
     try:
-        torch.compile(torch.sin)(torch.ones(8, device=s.device))
+        torch.compile(lambda x: x.sin() + new)(torch.ones(8, device=s.device))
     except Exception as error:  # whatever compilers and torch's compile stack may raise
         print(f"not compiled: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
         return model
@@ -429,16 +430,14 @@ def parameter_groups(model):
     other weights of Linear, Conv2d and Embedding and all W, W1, W2 (those that a mask halves are no
     whole matrices); and what does not decay: norms, biases and all b, b1, b2 (decay would shut the
     gate). A parameter that two modules share is counted once."""
-    matrices, decaying, rest, seen = [], [], [], set()
-    for place, module in model.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            if p in seen:
-                continue
-            seen.add(p)
-            weight = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
-            in_block = isinstance(module, nn.Linear) and ".blocks." in f".{place}"
-            decays = weight or name in ("W", "W1", "W2")
-            (matrices if weight and in_block else decaying if decays else rest).append(p)
+    matrices, decaying, rest = [], [], []
+    for path, p in model.named_parameters():
+        place, _, name = path.rpartition(".")
+        module = model.get_submodule(place)
+        weight = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
+        in_block = isinstance(module, nn.Linear) and ".blocks." in f".{place}"
+        decays = weight or name in ("W", "W1", "W2")
+        (matrices if weight and in_block else decaying if decays else rest).append(p)
     return matrices, decaying, rest
 
 
@@ -532,8 +531,8 @@ def load_weights(path):
         fail(f"{path} is no whole checkpoint that we may read ({type(error).__name__})")
 
 
-def load_checkpoint(path, script=None):
-    """What a run (of the script) has saved, or one sentence."""
+def load_checkpoint(path, script):
+    """What a run of the script has saved, or one sentence."""
     checkpoint = load_weights(path)
     needed = {"model_class", "model_args", "model", "config", "step"}
     if Path(path).name == "ckpt.pt":
@@ -541,8 +540,8 @@ def load_checkpoint(path, script=None):
     if lacks := needed - checkpoint.keys():
         fail(f"{path} is of an earlier version, or no checkpoint of this project: it lacks "
              f"{', '.join(sorted(lacks))}")
-    if script and checkpoint["config"].get("script") != script:
-        fail(f"{path} comes from {checkpoint['config'].get('script')}, not from {script}")
+    if (origin := checkpoint["config"].get("script")) != script:
+        fail(f"{path} comes from {origin}, not from {script}")
     return checkpoint
 
 
@@ -593,9 +592,8 @@ def training(s, model, checkpoint, **kept):
 class Run:
     """All that changes while a model trains, and the folder out_dir that it is written to:
 
-    best.pt    the model at its best evaluation: model_class, model_args (what it is built from),
-               model (its weights), config (the settings), and what is kept of the data
-               (vocabulary; or classes, mean, std)
+    best.pt    the model at its best evaluation (model_class, model_args, model: its weights), config
+               (the settings), and what is kept of the data (vocabulary; or classes, mean, std)
     ckpt.pt    with each evaluation: the same of now, and what --resume needs besides
     log.csv    the log, whose rows are the state of the run: how far it is, and how long it took
     """
@@ -621,10 +619,9 @@ class Run:
         self.forward = compiled(self.forward, s) if s.compile else self.forward
 
     def steps(self):
-        """Counts the iterations up to max_iters. Before each, the random numbers are set by seed
-        and step alone: nothing else has to be kept. After it the log grows, and after an evaluation
-        all is saved; a signal ends the run there, saved, with the status that shells expect (in the
-        last iteration it has nothing to end)."""
+        """Counts the iterations up to max_iters. Before each, seed and step alone set the random
+        numbers: nothing else has to be kept. After it the log grows, and after an evaluation all is
+        saved; a signal, but in the last one, ends the run there, saved, as shells expect."""
         self.began = time.perf_counter() - self.seconds
         with signals_noted() as self.noted:
             while self.step < self.s.max_iters:
@@ -689,8 +686,7 @@ class Run:
 
     def fix_length(self):
         """--minutes: max_iters, from the pace of 20 iterations, or of the first fifth of the time,
-        without the very first, which may compile. Until then the rate is that of the warm-up, or
-        its peak: it does not depend on max_iters."""
+        without the very first, which may compile. Until then no rate depends on max_iters."""
         s, aim = self.s, 60 * self.s.minutes
         with self.paused():
             now = torch.tensor(self.seconds, device=s.device, dtype=torch.float32)
@@ -1071,7 +1067,7 @@ def load_corpus(s, checkpoint):
     with first_process_first():
         text, name = load_text(s.data, s.data_dir)
         val_text, val_name = load_text(s.val_data) if s.val_data else ("", name)
-    digest = hashlib.sha256(text.encode("utf-8") + val_text.encode("utf-8")).hexdigest()
+    digest = hashlib.sha256((text + val_text).encode("utf-8")).hexdigest()
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
     ids, val_ids = encode(text, vocabulary, name), encode(val_text, vocabulary, val_name)
     if not s.val_data:

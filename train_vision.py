@@ -607,7 +607,7 @@ def main(argv=()):
         figures = {}
         if hasattr(data, "test"):  # once, by the weights that data.validate has chosen
             with common.first_process_first():
-                best = common.load_checkpoint(Path(s.out_dir, "best.pt"))
+                best = common.load_checkpoint(Path(s.out_dir, "best.pt"), s.script)
             model.load_state_dict(best["model"])
             loss, accuracy = evaluate(model, data.test, data, s)
             figures = dict(test_loss=loss, test_accuracy=accuracy)
