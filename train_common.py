@@ -571,7 +571,7 @@ def build(s, checkpoint, kind, args):
                                for x in (weights, ours))
                 if there != here:
                     raise ValueError(f"{key} is {there} there, {here} here")
-            model.load_state_dict(weights, assign=True)
+            model.load_state_dict(weights, assign=not s.init_from)
             if not all(p.isfinite().all() for p in model.parameters()):
                 raise ValueError("not all of them are finite")
     model.args = args  # for the next checkpoint
@@ -592,8 +592,8 @@ def training(s, model, checkpoint, **kept):
 class Run:
     """All that changes while a model trains, and the folder out_dir that it is written to:
 
-    best.pt    the model at its best evaluation (model_class, model_args, model: its weights), config
-               (the settings), and what is kept of the data (vocabulary; or classes, mean, std)
+    best.pt    the model at its best evaluation (model_class, model_args, and model, its weights),
+               config (the settings), and the data's vocabulary, or classes, mean and std
     ckpt.pt    with each evaluation: the same of now, and what --resume needs besides
     log.csv    the log, whose rows are the state of the run: how far it is, and how long it took
     """
