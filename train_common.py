@@ -585,8 +585,8 @@ def build(s, checkpoint, kind, args):
 def training(s, model, checkpoint, **kept):
     """The Run of a model, until all is written: a lock keeps other runs out of its folder. kept is
     saved with each checkpoint."""
-    with locked(Path(s.out_dir)):
-        yield Run(s, model, checkpoint, kept)
+    with locked(Path(s.out_dir)), contextlib.ExitStack() as signals:
+        yield Run(s, model, checkpoint, signals, kept)
 
 
 class Run:
@@ -598,8 +598,8 @@ class Run:
     log.csv    the log, whose rows are the state of the run: how far it is, and how long it took
     """
 
-    def __init__(self, s, model, checkpoint, kept):
-        self.s, self.model, self.kept = s, model, kept
+    def __init__(self, s, model, checkpoint, signals, kept):
+        self.s, self.model, self.signals, self.kept = s, model, signals, kept
         self.optimizers = new_optimizers(model, s)
         device_type = torch.device(s.device).type
         self.scaler = torch.amp.GradScaler(device_type, enabled=s.dtype == "float16")
@@ -623,25 +623,26 @@ class Run:
         numbers: nothing else has to be kept. After it the log grows, and after an evaluation all is
         saved; a signal, but in the last one, ends the run there, saved, as shells expect."""
         self.began = time.perf_counter() - self.seconds
-        with signals_noted() as self.noted:
-            while self.step < self.s.max_iters:
-                self.step += 1
-                self.model.train()
-                torch.manual_seed(mixed(self.s.seed, self.step))
-                yield self.step
-                if self.s.minutes:
-                    self.fix_length()
-                ends = bool(self.figures) or self.signal
-                if ends or self.step == 1 or self.step % self.s.log_interval == 0:
-                    with self.paused():
-                        self.add_row()
-                        if ends:
-                            self.save()
-                if self.signal and self.step < self.s.max_iters:
-                    print(f"\nstopped after iteration {self.step:,}; --resume goes on from there")
-                    if WORLD > 1:
-                        dist.barrier()  # a launcher ends all when one has ended
-                    raise SystemExit(128 + self.signal)
+        self.noted = self.signals.enter_context(signals_noted())
+        while self.step < self.s.max_iters:
+            self.step += 1
+            self.model.train()
+            torch.manual_seed(mixed(self.s.seed, self.step))
+            yield self.step
+            if self.s.minutes:
+                self.fix_length()
+            ends = bool(self.figures) or self.signal
+            if ends or self.step == 1 or self.step % self.s.log_interval == 0:
+                with self.paused():
+                    self.add_row()
+                    if ends:
+                        self.save()
+            if self.signal and self.step < self.s.max_iters:
+                print(f"\nstopped after iteration {self.step:,}; --resume goes on from there")
+                if WORLD > 1:
+                    dist.barrier()  # a launcher ends all when one has ended
+                raise SystemExit(128 + self.signal)
+        self.signals.close()
 
     def parts(self, batch):
         """batch (B, ...) -> grad_accum parts (B / processes / grad_accum, ...), of this process.
