@@ -908,14 +908,34 @@ def draw_curve(log, ylabel, path):
         axes.legend()
 
 
+def gates_of(model):
+    """W of each layer of a gMLP, (h, n, n), where h = 1 for free weights; [] of other models."""
+    units = [block.sgu for block in model.trunk.blocks if hasattr(block, "sgu")]
+    with torch.no_grad():
+        return [W.reshape(-1, *W.shape[-2:]).float().cpu() for W in (u.matrix() for u in units)]
+
+
+def half_reach(model, grid=None):
+    """How far the gates look: the distance within which half of the absolute weight of W lies, for
+    each layer a list of heads. It is |i - j|, or on a grid (rows, columns) that of the patches."""
+    reaches = []
+    for W in gates_of(model):
+        places = torch.arange(W.shape[-1])  # (n,)
+        places = torch.stack([places // grid[1], places % grid[1]] if grid else [places], dim=1)
+        distances, order = torch.cdist(*2 * (places.float(),)).flatten().sort()  # (n^2,) each
+        within = W.abs().flatten(1)[:, order].cumsum(dim=1)  # (h, n^2)
+        half = (within < within[:, -1:] / 2).sum(dim=1)  # (h,)
+        reaches.append([round(distance, 2) for distance in distances[half].tolist()])
+    return reaches
+
+
 def draw_gates(model, path, grid=None):
     """W of each head (down) and layer (across, of many layers twelve) of a gMLP, each on a scale of
     its own, up to its largest weight: row i is how much token i takes from each token. On a grid
     of patches, (rows, columns), instead what two of them, marked, take from the others."""
-    blocks = model.trunk.blocks
-    layers = torch.linspace(1, len(blocks), min(12, len(blocks))).int().tolist()
-    W = [blocks[i - 1].sgu.matrix().detach().float().cpu() for i in layers]
-    W = torch.stack([w.reshape(-1, *w.shape[-2:]) for w in W], dim=1)  # (h, layers, n, n)
+    gates, reaches = gates_of(model), half_reach(model, grid)
+    layers = torch.linspace(1, len(gates), min(12, len(gates))).int().tolist()
+    W = torch.stack([gates[i - 1] for i in layers], dim=1)  # (h, layers, n, n)
     marks, n_heads, labels = [None], len(W), ("from token j", "to token i")
     if grid:
         rows, columns = grid
@@ -931,7 +951,9 @@ def draw_gates(model, path, grid=None):
             roots = W[i, j].sign() * (W[i, j].abs() / largest).sqrt()  # so that small ones show
             image = ax.imshow(roots.numpy(), "RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
             head = f", head {i % n_heads + 1}" if n_heads > 1 else ""
-            ax.set_title(f"layer {layers[j]}{head}: \u00b1{largest:.2g}", fontsize=9)
+            reach = reaches[layers[j] - 1][i % n_heads]
+            ax.set_title(f"layer {layers[j]}{head}: \u00b1{largest:.2g}\nhalf within {reach:.3g}",
+                         fontsize=9)
             ax.tick_params(labelsize=7)
             ax.locator_params(integer=True)
             if mark := marks[i // n_heads]:

@@ -193,7 +193,7 @@ def main(argv=()):
                 common.draw_gates(model, f"{s.out_dir}/spatial.png")
         return run.write_result(
             argv, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
-            tokens=run.step * s.batch_size * s.seq_len)
+            tokens=run.step * s.batch_size * s.seq_len, half_reach=common.half_reach(model))
 
 
 if __name__ == "__main__":

@@ -596,14 +596,14 @@ def main(argv=()):
         confusion = pairs.bincount(minlength=K * K).view(K, K)  # the truth down, the guess across
         right = (confusion.diag() / confusion.sum(dim=1)).tolist()  # NaN: no images
         right = {name: None if math.isnan(r) else r for name, r in zip(data.classes, right)}
+        grid = [size // patch for size, patch in zip(s.image_size, s.patch_size)]
         print("accuracy by class: " + common.visible(", ".join(
             f"{name} {r:.1%}" for name, r in right.items() if r is not None)))
         if common.can_draw():
             common.draw_curve(run.log, "nats per image", f"{s.out_dir}/curve.png")
             draw_predictions(data, logits, f"{s.out_dir}/predictions.png")
             if s.model in ("gmlp", "amlp"):
-                grid = (size // patch for size, patch in zip(s.image_size, s.patch_size))
-                common.draw_gates(model, f"{s.out_dir}/spatial.png", tuple(grid))
+                common.draw_gates(model, f"{s.out_dir}/spatial.png", grid)
         figures = {}
         if hasattr(data, "test"):  # once, by the weights that data.validate has chosen
             with common.first_process_first():
@@ -615,6 +615,7 @@ def main(argv=()):
         return run.write_result(
             argv, data=data.name, data_sha256=data.sha256, images=run.step * s.batch_size,
             classes=data.classes, per_class_accuracy=right, confusion=confusion.tolist(),
+            half_reach=common.half_reach(model, grid),
             torchvision=torchvision.__version__, pillow=PIL.__version__, **figures)
 
 
