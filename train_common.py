@@ -252,7 +252,8 @@ def read_settings(parser, presets, describe_model, argv, foreign=lambda path: No
         checkpoint = checkpoint or load_checkpoint(place, parser.prog)
         stored = dict(checkpoint["config"])
         for key in FIXED + FIXED_ON_RESUME * (mode == "resume"):
-            if key in given and given[key] != stored.get(key, given[key]):
+            windows = mode == "eval" and key == "seq_len"  # to evaluate in may be others
+            if key in given and given[key] != stored.get(key, given[key]) and not windows:
                 fail(f"{place} was trained with --{key}={stored[key]}, not {given[key]}: leave the "
                      f"flag out, or train afresh without --{mode}")
         if mode == "init_from":
@@ -574,6 +575,9 @@ def build(s, checkpoint, kind, args):
             model.load_state_dict(weights, assign=not s.init_from)
             if not all(p.isfinite().all() for p in model.parameters()):
                 raise ValueError("not all of them are finite")
+    n, any_length = getattr(model, "seq_len", math.inf), getattr(model, "any_length", False)
+    if s.eval and not any_length and vars(s).get("seq_len", 0) > n:
+        fail(f"--seq_len={s.seq_len} is more than the {n} tokens that this model takes at most")
     model.args = args  # for the next checkpoint
     return model.to(s.device, torch.float32)
 

@@ -143,7 +143,7 @@ def main(argv=()):
         val_loss = evaluate(model, corpus.val_ids, s)
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per "
               f"character (perplexity {math.exp(val_loss):.2f}), window {s.seq_len}")
-        return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss)
+        return dict(model=s.model, iters=checkpoint["step"], window=s.seq_len, val_loss=val_loss)
     prompt = prompt_of(s, corpus.vocabulary)
     if s.preset == "nanogpt" and s.model == "transformer" and not checkpoint:
         initialise_as_nanogpt(model, s.n_layers)

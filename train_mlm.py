@@ -165,7 +165,7 @@ def main(argv=()):
         print(f"iteration {checkpoint['step']:,}: validation loss {val_loss:.4f} nats per masked "
               f"character (perplexity {math.exp(val_loss):.2f}), accuracy {val_accuracy:.2%}, "
               f"window {s.seq_len}")
-        return dict(model=s.model, iters=checkpoint["step"], val_loss=val_loss,
+        return dict(model=s.model, iters=checkpoint["step"], window=s.seq_len, val_loss=val_loss,
                     val_accuracy=val_accuracy)
 
     windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len, 1)  # (starts, seq_len)
