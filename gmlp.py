@@ -63,8 +63,8 @@ class SpatialGatingUnit(nn.Module):
     the n tokens are a prefix in raster order. causal: no token hears a later one.
     """
 
-    any_length, keep, remembers = False, None, "z2"  # n <= seq_len; how check and remember treat it
-    n_heads = 1
+    any_length, n_heads = False, 1  # a Toeplitz gate may have others
+    keep, remembers = None, "z2"  # the cache has all past rows, by this name
 
     def __init__(self, d_ffn, seq_len, *, causal=False, init_eps=1e-3):
         super().__init__()
