@@ -447,3 +447,28 @@ def sample(logits, temperature, top_k, generator):
         logits = logits.scatter(-1, others, float("-inf"))
     logits = logits - logits.max(dim=-1, keepdim=True).values  # no NaN at a small temperature
     return torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+
+
+if __name__ == "__main__":  # four letters walked through a small causal block
+    torch.manual_seed(1)
+    embedding, block = nn.Embedding(128, 6), GMLPBlock(6, 8, seq_len=4, causal=True)
+    nn.init.normal_(block.sgu.W)  # as if it had learned: it starts near 0
+
+    @torch.no_grad()
+    def steps(word):
+        x = embedding(torch.tensor([list(word.encode())]))  # (1, 4, 6)
+        z = F.gelu(block.proj_in(block.norm(x)))  # (1, 4, 8)
+        z1, z2 = z.chunk(2, dim=-1)  # (1, 4, 4) each
+        z2 = block.sgu.norm(z2)
+        gate = block.sgu.matrix() @ z2 + block.sgu.b[:, None]  # (1, 4, 4)
+        y = x + block.proj_out(z1 * gate)  # (1, 4, 6)
+        assert torch.allclose(y, block(x), atol=1e-6)
+        return {"X": x, "Z": z, "Z1": z1, "norm(Z2)": z2, "gate": gate, "S": z1 * gate, "Y": y}
+
+    gate, late, gats = map(steps, ("gate", "late", "gats"))
+    print('"gate", step by step: the row of e, and the letters whose rows "late" and "gats" change')
+    for name, x in gate.items():
+        row = "".join(f"{number:6.2f}" for number in x[0, -1].tolist())
+        changes = ("".join(letter if (a - b).abs().max() > 1e-6 else "." for letter, a, b in
+                           zip("gate", x[0], other[name][0])) for other in (late, gats))
+        print(f"{name:9}{tuple(x.shape)}{row:50}", *changes)

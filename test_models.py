@@ -660,6 +660,17 @@ def test_layers_drop_all_that_they_add(options):
                        (attention, attention.out.bias.expand_as(x))):
         assert torch.equal(part.train()(x), left) and not torch.equal(part.eval()(x), left)
 
+def test_walk_through_a_block(capsys):
+    """python gmlp.py walks four letters through a causal block: they meet in the gate and not
+    before, and no letter hears a later one."""
+    runpy.run_path(str(HERE / "gmlp.py"), run_name="__main__")
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.startswith('"gate", step by step')
+    steps = [line.split(" (") for line in lines]
+    assert [name.strip() for name, _ in steps] == "X Z Z1 norm(Z2) gate S Y".split()
+    assert [rest[:7] for _, rest in steps] == [f"1, 4, {width}" for width in (6, 8, 4, 4, 4, 4, 6)]
+    assert [line.split()[-2:] for line in lines] == 4 * [["g...", "...e"]] + 3 * [["gate", "...e"]]
+
 # --------------------------------------------------------- attention, and the Mixer in its place
 
 @pytest.mark.parametrize("window", [None, 3, 1])
@@ -2968,6 +2979,19 @@ def test_what_the_pictures_show(drawn, tmp_path):
     train, val = drawn["curve.png"].axes[0].lines
     assert train.get_xydata().tolist() == [[1, 3], [2, 2]]
     assert val.get_xydata().tolist() == [[2, 2.5]]
+
+def test_half_of_the_weight_is_within_reach():
+    """Half of a gate's absolute weight lies within its reach, in tokens or in patches."""
+    of, near = types.SimpleNamespace, torch.eye(12)
+    def reach(*weights, grid=None):
+        blocks = [of(sgu=of(matrix=lambda W=W: W)) for W in weights]
+        return common.half_reach(of(trunk=of(blocks=blocks)), grid)
+    assert reach(near, torch.stack([-near, near.roll(3, dims=1)])) == [[0], [0, 3]]
+    assert reach(torch.ones(12, 12).tril()) == [[3]]  # 12 + 11 + 10 + 9 of 78
+    diagonal = torch.zeros(12, 12)
+    diagonal[0, 11] = 1  # from the first of 3 x 4 patches to the last
+    assert reach(diagonal, grid=(3, 4)) == [[round(13**0.5, 2)]]
+    assert common.half_reach(image_model("vit")) == []
 
 def test_wrong_guesses_are_red(drawn, tmp_path):
     """In predictions.png the wrong ones alone are red and tell the truth."""

@@ -11,7 +11,6 @@ import contextlib
 import csv
 import datetime
 import difflib
-import errno
 import hashlib
 import http.client
 import io
@@ -47,8 +46,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def fail(message, status=2):
-    """One sentence on stderr and an exit status: 2 for what the user gave, 1 for what went wrong
-    later."""
+    """One sentence on stderr; status 2 for what the user gave, 1 for what went wrong later."""
     print(f"error: {visible(message)}", file=sys.stderr)
     raise SystemExit(status)
 
@@ -62,12 +60,12 @@ def visible(text, keep=""):
 
 @contextlib.contextmanager
 def telling(what):
-    """What a user's sizes or files can do wrong in here is told as one sentence that begins with
-    `what`."""
+    """What a user's sizes or files can do wrong in here is one sentence that begins with `what`."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError) as error:
-        fail(f"{what}: {' '.join(str(error).split()) or type(error).__name__}")
+    except (ValueError, LookupError, TypeError, RuntimeError, OverflowError, OSError) as error:
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())
+        fail(f"{what}: {said or type(error).__name__}")
 
 
 def run_script(main):
@@ -144,11 +142,6 @@ def path(text):
     return os.path.abspath(os.path.expanduser(text))
 
 
-def composed(text):
-    """An argparse type: NFC, in which each accented letter is one character, as in our texts."""
-    return unicodedata.normalize("NFC", text)
-
-
 COUNT, PROBABILITY = number(int, 1), number(float, 0, 1)
 RATE = number(float, 0)
 SWITCH = dict(type=boolean, nargs="?", const=True)
@@ -161,8 +154,7 @@ def training_parser(task, description, presets, models):
     names = [name for name in presets if "/" not in name]
     add("--preset", choices=names, help="what to start from (default: gpu on CUDA, else laptop)")
     add("--model", choices=models, help="the architecture")
-    add("--toeplitz", **SWITCH, help="the weights over tokens (gate, Mixer) "
-        "depend on the offset i - j alone")
+    add("--toeplitz", **SWITCH, help="the weights over tokens depend on the offset i - j alone")
     add("--positions", choices=("auto", "none", "learned", "sinusoidal"),
         help="what is added to the tokens (auto: learned for attention, else none)")
     add("--data", type=path, help="your own data instead of the built-in")
@@ -233,16 +225,12 @@ IDLE = [
     ("n_heads", lambda s: s.model == "mixer" or s.model in ("gmlp", "amlp") and not s.toeplitz,
      "attention and Toeplitz gates alone have heads"),
     ("toeplitz", lambda s: s.model in ("transformer", "vit"), "attention has no such weights"),
-    ("drop_path", lambda s: s.n_layers == 1 and vars(s).get("recipe") != "article",
-     "the first layer is never skipped"),
     ("dataset", lambda s: s.data, "--data takes its place"),
     ("mask_prob", lambda s: s.fill, "--fill has blanks of its own"),
     ("prompt max_new_tokens temperature top_k eval_chars", lambda s: s.eval,
      "--eval reads all, and writes nothing"),
-    ("top_k", lambda s: s.temperature == 0, "--temperature=0 takes the likeliest character"),
     ("body_rate", lambda s: not s.init_from, "without --init_from all weights are new"),
     ("mean std", lambda s: s.eval or s.predict, "best.pt has its own"),
-    ("json", lambda s: not s.predict, "it is how --predict answers"),
     ("max_iters", lambda s: s.minutes, "--minutes takes its place"),
     ("minutes", lambda s: s.resume, "the run has its length, which --max_iters changes"),
 ]
@@ -306,7 +294,7 @@ def read_settings(parser, presets, describe_model, argv, foreign=lambda path: No
     return s, checkpoint
 
 
-# ----------------------------------------------------------------------------- device and dtype
+# ------------------------------------------------------------------ device, dtype and processes
 
 
 def pick_device(name):
@@ -367,9 +355,6 @@ def compiled(model, s):
     return torch.compile(model)
 
 
-# ----------------------------------------------------------------- several processes, by torchrun
-
-
 def start_processes(device):
     wait = datetime.timedelta(hours=12)  # for the first process, which may have much to fetch
     if device.type == "cuda":
@@ -398,12 +383,11 @@ def over_all(x, how="SUM"):
     return x
 
 
-# --------------------------------------------------------------- schedules: steps count from 1
+# --------------------------------------------------- rates, by steps from 1 on, and optimizers
 
 
 def noam_lr(step, d_model, warmup, factor=1.0):
-    """Vaswani et al. 2017, section 5.3: rises linearly, peaks at step = warmup, falls as
-    step^-0.5."""
+    """Vaswani et al. 2017, section 5.3: up linearly to step = warmup, then down as step^-0.5."""
     return factor * d_model**-0.5 * min(step**-0.5, step * warmup**-1.5)
 
 
@@ -419,9 +403,6 @@ def learning_rate(step, s):
     done = min(1.0, (step - peak_at) / max(1, s.max_iters + 1 - peak_at))  # 0 to 1
     left = 1 - done if s.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return s.min_lr + (s.learning_rate - s.min_lr) * left
-
-
-# ------------------------------------------------------------------------------------ optimizers
 
 
 def new_optimizers(model, s):
@@ -449,16 +430,14 @@ def parameter_groups(model):
     other weights of Linear, Conv2d and Embedding and all W, W1, W2 (those that a mask halves are no
     whole matrices); and what does not decay: norms, biases and all b, b1, b2 (decay would shut the
     gate). A parameter that two modules share is counted once."""
-    matrices, decaying, rest, seen = [], [], [], set()
-    for place, module in model.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            if p in seen:
-                continue
-            seen.add(p)
-            weight = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
-            in_block = isinstance(module, nn.Linear) and ".blocks." in f".{place}"
-            decays = weight or name in ("W", "W1", "W2")
-            (matrices if weight and in_block else decaying if decays else rest).append(p)
+    matrices, decaying, rest = [], [], []
+    for path, p in model.named_parameters():
+        place, _, name = path.rpartition(".")
+        module = model.get_submodule(place)
+        weight = name == "weight" and isinstance(module, (nn.Linear, nn.Conv2d, nn.Embedding))
+        in_block = isinstance(module, nn.Linear) and ".blocks." in f".{place}"
+        decays = weight or name in ("W", "W1", "W2")
+        (matrices if weight and in_block else decaying if decays else rest).append(p)
     return matrices, decaying, rest
 
 
@@ -541,31 +520,28 @@ def load_weights(path):
     if not os.path.isfile(path):
         fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
-            file.seek(0)  # torch.load also reads a tar, by a riskier way, even with a zip behind it
-            if file.read(4) != b"PK\3\4" or archive.testzip():  # nor does it look at check sums
+        # torch.load alone would also take older kinds of file, by riskier ways, and no check sums
+        with zipfile.ZipFile(path) as archive:
+            if archive.infolist()[0].header_offset or archive.testzip():
                 raise ValueError
         return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except PermissionError as error:
-        fail(f"cannot read {path}: {error.strerror}")
     except MemoryError:
         raise
     except Exception as error:  # a broken file can raise nearly anything
-        fail(f"{path} is no whole checkpoint ({type(error).__name__})")
+        fail(f"{path} is no whole checkpoint that we may read ({type(error).__name__})")
 
 
-def load_checkpoint(path, script=None):
-    """What a run (of the script) has saved, or one sentence."""
+def load_checkpoint(path, script):
+    """What a run of the script has saved, or one sentence."""
     checkpoint = load_weights(path)
-    kinds = dict(model_class=str, model_args=dict, model=dict, config=dict, step=int)
-    kinds |= dict(optimizers=list, scaler=dict, log=list) if Path(path).name == "ckpt.pt" else {}
-    kinds |= dict(classes=list, mean=list) if "classes" in checkpoint else dict(vocabulary=str)
-    lacks = [key for key, kind in kinds.items() if not isinstance(checkpoint.get(key), kind)]
-    if lacks:
+    needed = {"model_class", "model_args", "model", "config", "step"}
+    if Path(path).name == "ckpt.pt":
+        needed |= {"optimizers", "scaler", "log"}
+    if lacks := needed - checkpoint.keys():
         fail(f"{path} is of an earlier version, or no checkpoint of this project: it lacks "
-             f"{', '.join(lacks)}")
-    if script and checkpoint["config"].get("script") != script:
-        fail(f"{path} comes from {checkpoint['config'].get('script')}, not from {script}")
+             f"{', '.join(sorted(lacks))}")
+    if (origin := checkpoint["config"].get("script")) != script:
+        fail(f"{path} comes from {origin}, not from {script}")
     return checkpoint
 
 
@@ -573,30 +549,31 @@ def build(s, checkpoint, kind, args):
     """The model kind(**args), with weights drawn from the seed; or as the checkpoint has it; or,
     for --init_from, with its weights, but for a head that it lacks."""
     torch.manual_seed(s.seed)
-    for key, x in checkpoint["model"].items() if checkpoint else ():
-        if not torch.is_tensor(x) or x.is_meta or not x.isfinite().all():
-            fail(f"{key} in {s.init_from or s.out_dir} is no tensor of finite numbers")
     if not checkpoint or s.init_from:
         model = kind(**args)
-        if checkpoint:
-            ours, theirs = model.state_dict(), checkpoint["model"]
-            theirs = {k: x for k, x in ours.items() if k.startswith("head.")} | theirs
-            for key in ours | theirs:
-                shapes = [tuple(np.shape(x[key])) if key in x else None for x in (theirs, ours)]
-                if shapes[0] != shapes[1]:
-                    fail(f"{s.init_from} does not fit --preset={s.preset}: {key} is {shapes[0]} "
-                         f"there, {shapes[1]} here")
-            model.load_state_dict(theirs)
-            print(f"begins with the weights of {s.init_from}" + ", and a new head"
-                  * ("head.weight" not in checkpoint["model"]))
-    else:
-        with telling(f"the weights of the checkpoint in {s.out_dir} do not fit its model"):
-            if checkpoint["model_class"] != kind.__name__:
-                raise ValueError(f"{checkpoint['model_class']} is no {kind.__name__}")
-            args = checkpoint["model_args"]
-            with torch.device("meta"):  # no memory for sizes that the weights may not have
-                model = kind(**args)
-            model.load_state_dict(checkpoint["model"], assign=True)
+    if checkpoint:
+        place, weights = s.init_from or s.out_dir, checkpoint["model"]
+        with telling(f"the weights in {place} do not fit --preset={s.preset}"):
+            if s.init_from:
+                new_head = {k: x for k, x in model.state_dict().items() if k.startswith("head.")}
+                print(f"begins with the weights of {place}"
+                      + ", and a new head" * ("head.weight" not in weights))
+                weights = new_head | weights
+            else:
+                if checkpoint["model_class"] != kind.__name__:
+                    raise ValueError(f"{checkpoint['model_class']} is no {kind.__name__}")
+                args = checkpoint["model_args"]
+                with torch.device("meta"):  # no memory for sizes that the weights may not have
+                    model = kind(**args)
+            ours = model.state_dict()
+            for key in ours | weights:
+                there, here = (tuple(np.shape(x[key])) if key in x else None
+                               for x in (weights, ours))
+                if there != here:
+                    raise ValueError(f"{key} is {there} there, {here} here")
+            model.load_state_dict(weights, assign=not s.init_from)
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise ValueError("not all of them are finite")
     model.args = args  # for the next checkpoint
     return model.to(s.device, torch.float32)
 
@@ -615,9 +592,8 @@ def training(s, model, checkpoint, **kept):
 class Run:
     """All that changes while a model trains, and the folder out_dir that it is written to:
 
-    best.pt    the model at its best evaluation: model_class, model_args (what it is built from),
-               model (its weights), config (the settings), and what is kept of the data
-               (vocabulary; or classes, mean, std)
+    best.pt    the model at its best evaluation (model_class, model_args, and model, its weights),
+               config (the settings), and the data's vocabulary, or classes, mean and std
     ckpt.pt    with each evaluation: the same of now, and what --resume needs besides
     log.csv    the log, whose rows are the state of the run: how far it is, and how long it took
     """
@@ -643,10 +619,9 @@ class Run:
         self.forward = compiled(self.forward, s) if s.compile else self.forward
 
     def steps(self):
-        """Counts the iterations up to max_iters. Before each, the random numbers are set by seed
-        and step alone: nothing else has to be kept. After it the log grows, and after an evaluation
-        all is saved; a signal ends the run there, saved, with the status that shells expect (in the
-        last iteration it has nothing to end)."""
+        """Counts the iterations up to max_iters. Before each, seed and step alone set the random
+        numbers: nothing else has to be kept. After it the log grows, and after an evaluation all is
+        saved; a signal, but in the last one, ends the run there, saved, as shells expect."""
         self.began = time.perf_counter() - self.seconds
         self.noted = self.signals.enter_context(signals_noted())
         while self.step < self.s.max_iters:
@@ -700,10 +675,6 @@ class Run:
     def evaluation_due(self):
         return self.step % self.s.eval_interval == 0 or self.step == self.s.max_iters
 
-    def evaluated(self, **figures):
-        """Takes the figures of an evaluation, for the log and for what is saved."""
-        self.figures = figures
-
     @contextlib.contextmanager
     def paused(self):
         """In here the clock of training, .seconds, stands still, and .eval_seconds go on."""
@@ -716,8 +687,7 @@ class Run:
 
     def fix_length(self):
         """--minutes: max_iters, from the pace of 20 iterations, or of the first fifth of the time,
-        without the very first, which may compile. Until then the rate is that of the warm-up, or
-        its peak: it does not depend on max_iters."""
+        without the very first, which may compile. Until then no rate depends on max_iters."""
         s, aim = self.s, 60 * self.s.minutes
         with self.paused():
             now = torch.tensor(self.seconds, device=s.device, dtype=torch.float32)
@@ -808,8 +778,7 @@ class Run:
 
     def write_result(self, argv, **figures):
         """result.json: the figures, and all that they depend on. Returns the dict."""
-        s, best = self.s, self.best()
-        latest = next(row for row in reversed(self.log) if "val_loss" in row)
+        s, latest, best = self.s, self.log[-1], self.best()
         names = [name for name in latest if name.startswith("val_")]
         config = {k: x for k, x in vars(s).items() if k not in ("data", "data_dir", "out_dir")}
         result = dict(
@@ -836,37 +805,29 @@ def mixed(*numbers):
 def signals_noted():
     """Ctrl-C, SIGTERM and a closed terminal are only noted, as .signal of what this gives, so that
     the step is finished and all is saved; a second one does not wait for that."""
-    noted, old = types.SimpleNamespace(signal=0), {}
+    noted = types.SimpleNamespace(signal=0)
 
     def note(number, frame):
         if noted.signal and WORLD == 1:  # a launcher hands on what its processes have got already
             raise SystemExit(128 + number)
         noted.signal = number
-    if threading.current_thread() is threading.main_thread():  # others hear of no signal
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
-            if number and signal.getsignal(number) is not signal.SIG_IGN:
-                old[number] = signal.signal(number, note)
-    try:
+    with contextlib.ExitStack() as at_end:
+        if threading.current_thread() is threading.main_thread():  # others hear of no signal
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, None)  # Windows has no SIGHUP, and nohup ignores it
+                if number and signal.getsignal(number) is not signal.SIG_IGN:
+                    at_end.callback(signal.signal, number, signal.signal(number, note))
         yield noted
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def locked(folder):
-    """Keeps a second run out of the folder. The system lifts the lock when its process ends,
-    however it ends."""
+    """Keeps a second run out of the folder. The lock ends with its process, however that ends."""
     if RANK:
         yield
         return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / ".lock", "a", encoding="utf-8")
-    except OSError as error:
-        fail(f"cannot write to {folder}: {error.strerror}", 1)
-    with file:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a", encoding="utf-8") as file:
         try:
             if os.name == "nt":
                 import msvcrt
@@ -874,9 +835,9 @@ def locked(folder):
             else:
                 import fcntl
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # Unix, Windows
+            fail(f"another run is training in {folder}: wait for it, or name another --out_dir")
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES, errno.EDEADLK):
-                fail(f"another run is training in {folder}: wait for it, or name another --out_dir")
             print(f"{folder} is not locked against another run: {error.strerror}")
         yield
 
@@ -947,14 +908,34 @@ def draw_curve(log, ylabel, path):
         axes.legend()
 
 
+def gates_of(model):
+    """W of each layer of a gMLP, (h, n, n), where h = 1 for free weights; [] of other models."""
+    units = [block.sgu for block in model.trunk.blocks if hasattr(block, "sgu")]
+    with torch.no_grad():
+        return [W.reshape(-1, *W.shape[-2:]).float().cpu() for W in (u.matrix() for u in units)]
+
+
+def half_reach(model, grid=None):
+    """How far the gates look: the distance within which half of the absolute weight of W lies, for
+    each layer a list of heads. It is |i - j|, or on a grid (rows, columns) that of the patches."""
+    reaches = []
+    for W in gates_of(model):
+        places = torch.arange(W.shape[-1])  # (n,)
+        places = torch.stack([places // grid[1], places % grid[1]] if grid else [places], dim=1)
+        distances, order = torch.cdist(*2 * (places.float(),)).flatten().sort()  # (n^2,) each
+        within = W.abs().flatten(1)[:, order].cumsum(dim=1)  # (h, n^2)
+        half = (within < within[:, -1:] / 2).sum(dim=1)  # (h,)
+        reaches.append([round(distance, 2) for distance in distances[half].tolist()])
+    return reaches
+
+
 def draw_gates(model, path, grid=None):
     """W of each head (down) and layer (across, of many layers twelve) of a gMLP, each on a scale of
     its own, up to its largest weight: row i is how much token i takes from each token. On a grid
     of patches, (rows, columns), instead what two of them, marked, take from the others."""
-    blocks = model.trunk.blocks
-    layers = torch.linspace(1, len(blocks), min(12, len(blocks))).int().tolist()
-    W = [blocks[i - 1].sgu.matrix().detach().float().cpu() for i in layers]
-    W = torch.stack([w.reshape(-1, *w.shape[-2:]) for w in W], dim=1)  # (h, layers, n, n)
+    gates, reaches = gates_of(model), half_reach(model, grid)
+    layers = torch.linspace(1, len(gates), min(12, len(gates))).int().tolist()
+    W = torch.stack([gates[i - 1] for i in layers], dim=1)  # (h, layers, n, n)
     marks, n_heads, labels = [None], len(W), ("from token j", "to token i")
     if grid:
         rows, columns = grid
@@ -963,25 +944,24 @@ def draw_gates(model, path, grid=None):
         labels = "column of patches", "row of patches"
     width, height = max(7, 2.2 * len(layers) + 1), 2.5 * len(W) + 0.6
     title = "What the gates learned: red adds, blue subtracts"
-    root = lambda x: np.sign(x) * np.abs(x) ** 0.5  # so that small weights show
     with picture(path, title, width, height) as figure:
-        from matplotlib.colors import FuncNorm
-        norm = FuncNorm((root, lambda y: np.sign(y) * y**2), vmin=-1, vmax=1)
         axes = figure.subplots(len(W), len(layers), squeeze=False)
         for (i, j), ax in np.ndenumerate(axes):
             largest = W[i, j].abs().max().clamp(min=1e-12)
-            image = ax.imshow((W[i, j] / largest).numpy(), cmap="RdBu_r", norm=norm,
-                              interpolation="nearest")
+            roots = W[i, j].sign() * (W[i, j].abs() / largest).sqrt()  # so that small ones show
+            image = ax.imshow(roots.numpy(), "RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
             head = f", head {i % n_heads + 1}" if n_heads > 1 else ""
-            ax.set_title(f"layer {layers[j]}{head}: \u00b1{largest:.2g}", fontsize=9)
+            reach = reaches[layers[j] - 1][i % n_heads]
+            ax.set_title(f"layer {layers[j]}{head}: \u00b1{largest:.2g}\nhalf within {reach:.3g}",
+                         fontsize=9)
             ax.tick_params(labelsize=7)
             ax.locator_params(integer=True)
             if mark := marks[i // n_heads]:
                 ax.plot(mark[1], mark[0], "k.")
         figure.supxlabel(labels[0], fontsize=9)
         figure.supylabel(labels[1], fontsize=9)
-        figure.colorbar(image, ax=axes, label="share of the largest, by square roots",
-                        ticks=(-1, -0.25, 0, 0.25, 1), aspect=10 * len(W) + 10)
+        bar = figure.colorbar(image, ax=axes, label="share of the largest", aspect=10 * len(W) + 10)
+        bar.set_ticks((-1, -0.5, 0, 0.5, 1), labels=(-1, -0.25, 0, 0.25, 1))
 
 
 # ------------------------------------------------------------------------------------------ text
@@ -996,6 +976,11 @@ PLAYS = ("coriolanus", "richard-iii", "richard-ii", "romeo-and-juliet", "henry-v
          "a-winter-s-tale", "measure-for-measure", "the-taming-of-the-shrew", "the-tempest")
 
 
+def composed(text):
+    """In Unicode's NFC an accented letter is one character; some systems type it as two."""
+    return unicodedata.normalize("NFC", text)
+
+
 def load_text(path=None, data_dir=HERE / "data"):
     """(text, name): the file at path, or the *.txt of a folder joined in order of name; else tiny
     Shakespeare, got by the first way that works: kept in data_dir, downloaded, or put together from
@@ -1005,15 +990,10 @@ def load_text(path=None, data_dir=HERE / "data"):
         path = next((p for p in kept if p.exists()), None) or get_shakespeare(*kept)
     texts, files = [], sorted(Path(path).glob("*.txt")) if os.path.isdir(path) else [Path(path)]
     for file in files:
-        if file.exists() and not file.is_file():
-            fail(f"cannot read the text {file}: it is no file")
-        try:
+        with telling(f"cannot read {file} as a text in UTF-8"):
+            if file.exists() and not file.is_file():
+                raise ValueError("it is no file")
             texts.append(composed(file.read_text(encoding="utf-8-sig")))
-        except OSError as error:
-            fail(f"cannot read the text {file}: {error.strerror}")
-        except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            fail(f"the text {file} is not UTF-8: byte {error.start} is {byte:#x}")
     if not files:
         fail(f"there is no *.txt in {path}")
     return "".join(texts), Path(path).name
@@ -1074,10 +1054,7 @@ def encode(text, vocabulary, what):
         fail(f"{what} has characters that the model's vocabulary lacks: {unknown!r}")
     table = np.zeros(sys.maxunicode + 1, np.uint8 if len(vocabulary) <= 256 else np.int32)
     table[[ord(character) for character in vocabulary]] = np.arange(len(vocabulary))
-    if text.isascii():
-        codes = np.frombuffer(text.encode("ascii"), np.uint8)  # a quarter of the memory
-    else:
-        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     return torch.from_numpy(table[codes])
 
 
@@ -1085,7 +1062,7 @@ def typed(text, vocabulary, flag):
     """What was typed behind a flag as ids (n,): \\n is a line break, for shells that lack one,
     unless the vocabulary has a backslash."""
     text = text if "\\" in vocabulary else text.replace("\\n", "\n")
-    return encode(text, vocabulary, flag)
+    return encode(composed(text), vocabulary, flag)
 
 
 def windows_of(ids, length, stride, most=math.inf):
@@ -1094,8 +1071,8 @@ def windows_of(ids, length, stride, most=math.inf):
     of windows."""
     windows = ids.unfold(0, length, stride) if len(ids) >= length else ids[None][:0]
     rest = ids[len(windows) * stride:]
-    if len(ids) > most and len(windows):
-        count = max(1, min(len(windows), most // stride))
+    if len(ids) > max(most, length):
+        count = max(1, most // stride)
         places = torch.linspace(0, len(windows) - 1, count, dtype=torch.float64).long()
         windows, rest = windows[places], ids[:0]
     for rows in windows.split(max(1, 8192 // length)):
@@ -1108,16 +1085,17 @@ def load_corpus(s, checkpoint):
     """The text of --data or Shakespeare as ids: its first 90 % to train on, the rest to validate;
     with --val_data, all to train on. To --eval, a text that the run did not train on is all to
     validate. The vocabulary is the checkpoint's, if there is one."""
-    scored = s.eval and s.val_data
+    if s.eval and s.val_data:
+        s.data, s.val_data = s.val_data, None
     with first_process_first():
-        text, name = load_text(scored or s.data, s.data_dir)
-        val_text, val_name = load_text(s.val_data) if s.val_data and not scored else ("", name)
-    digest = hashlib.sha256(text.encode("utf-8") + val_text.encode("utf-8")).hexdigest()
+        text, name = load_text(s.data, s.data_dir)
+        val_text, val_name = load_text(s.val_data) if s.val_data else ("", name)
+    digest = hashlib.sha256((text + val_text).encode("utf-8")).hexdigest()
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
     ids, val_ids = encode(text, vocabulary, name), encode(val_text, vocabulary, val_name)
-    if scored or not s.val_data:
-        new = scored or s.eval and digest != checkpoint.get("data_sha256")
-        cut = 0 if new else int(0.9 * len(text))
+    if not s.val_data:
+        own = not s.eval or digest == checkpoint["data_sha256"]
+        cut = int(0.9 * len(text)) if own else 0
         ids, val_ids = ids[:cut], ids[cut:]
     for what, part in (f"{name}: the train", ids), (f"{val_name}: the validation", val_ids):
         if len(part) < s.seq_len + 1 and not s.eval or len(val_ids) < 2:

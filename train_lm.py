@@ -64,7 +64,7 @@ def parse_flags(argv):
     parser = common.training_parser("lm", __doc__, PRESETS, models)
     add = parser.add_argument
     add("--sample", **common.SWITCH, help="only write, by OUT_DIR/best.pt")
-    add("--prompt", type=common.composed, help="what the writing starts from")
+    add("--prompt", help="what the writing starts from")
     add("--max_new_tokens", type=common.number(int, 0), help="characters to write")
     add("--temperature", type=common.RATE, help="0 takes the likeliest character")
     add("--top_k", type=common.COUNT, help="draw among the k likeliest characters only")
@@ -161,8 +161,7 @@ def main(argv=()):
             run.update()
             if run.evaluation_due():
                 with run.paused():
-                    val_loss = evaluate(model, corpus.val_ids, s)
-                run.evaluated(val_loss=val_loss)
+                    run.figures = dict(val_loss=evaluate(model, corpus.val_ids, s))
 
         print()
         sample = write(model, prompt, corpus.vocabulary, s)
@@ -172,7 +171,8 @@ def main(argv=()):
                 common.draw_gates(model, f"{s.out_dir}/spatial.png")
         return run.write_result(
             argv, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
-            tokens=run.step * s.batch_size * s.seq_len, sample=sample)
+            tokens=run.step * s.batch_size * s.seq_len, half_reach=common.half_reach(model),
+            sample=sample)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ def parse_flags(argv):
     parser = common.training_parser("mlm", __doc__, PRESETS, models)
     add = parser.add_argument
     add("--mask_prob", type=common.number(float, 1e-6, 1), help="share of positions to predict")
-    add("--fill", type=common.composed, help=f"only fill the blanks ({BLANK}) of this text, by "
-        "OUT_DIR/best.pt")
+    add("--fill", help=f"only fill the blanks ({BLANK}) of this text, by OUT_DIR/best.pt")
     return common.read_settings(parser, PRESETS, describe_model, argv)
 
 
@@ -184,8 +183,8 @@ def main(argv=()):
             run.update()
             if run.evaluation_due():
                 with run.paused():
-                    val_loss, val_accuracy = evaluate(model, *validation, s)
-                run.evaluated(val_loss=val_loss, val_accuracy=val_accuracy)
+                    loss, accuracy = evaluate(model, *validation, s)
+                run.figures = dict(val_loss=loss, val_accuracy=accuracy)
 
         show_guesses(model, corpus.val_ids, corpus.vocabulary, s)
         if common.can_draw():
@@ -194,7 +193,7 @@ def main(argv=()):
                 common.draw_gates(model, f"{s.out_dir}/spatial.png")
         return run.write_result(
             argv, data=corpus.name, data_sha256=corpus.sha256, window=s.seq_len,
-            tokens=run.step * s.batch_size * s.seq_len)
+            tokens=run.step * s.batch_size * s.seq_len, half_reach=common.half_reach(model))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ An image is cut into patches, each a token. Results go to out/vision. To take th
 copy gmlp.py, mixer.py and train_common.py too.
 """
 import argparse
-import collections
 import contextlib
 import glob
 import hashlib
@@ -26,7 +25,6 @@ import sys
 import types
 import warnings
 from pathlib import Path
-from unicodedata import normalize as unicode
 
 import numpy as np
 import PIL
@@ -42,10 +40,9 @@ from gmlp import GMLP_SIZES, GMLPImageClassifier
 from mixer import MIXER_SIZES, EncoderImageClassifier
 
 FINE_TUNING = dict(  # eps is that of timm's weights
-    toeplitz=False, image_size=(224, 224), crop=16, eps=1e-6,
-    batch_size=16, max_iters=120, eval_interval=40, log_interval=4, optimizer="adamw",
-    schedule="cosine", learning_rate=1e-3, body_rate=0.1, warmup_iters=12, beta2=0.999,
-    weight_decay=0.05)
+    toeplitz=False, image_size=(224, 224), crop=16, eps=1e-6, batch_size=16, max_iters=120,
+    eval_interval=40, log_interval=4, optimizer="adamw", schedule="cosine", learning_rate=1e-3,
+    body_rate=0.1, warmup_iters=12, beta2=0.999, weight_decay=0.05)
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/vit"
 # is what changes with that preset and model: all models have equal parameters (5 %), but not in the
 # copies of published set-ups.
@@ -101,11 +98,8 @@ def pair(text):
 
 
 def channels(text):
-    """An argparse type: a number for all channels, or one for each of three."""
-    numbers = tuple(common.number(float, 0, 1)(part) for part in text.split(","))
-    if len(numbers) not in (1, 3):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither one number nor three")
-    return numbers
+    """An argparse type: a number for all channels, or one for each."""
+    return tuple(common.number(float, 0, 1)(part) for part in text.split(","))
 
 
 def parse_flags(argv):
@@ -116,10 +110,10 @@ def parse_flags(argv):
     add("--image_size", type=pair, help="32 or 32,64 (height,width): images are resized to it")
     add("--patch_size", type=pair, help="of a token, like --image_size")
     add("--in_channels", type=common.COUNT, choices=(1, 3), help="1: grey, 3: colour")
-    add("--mean", type=channels, help="of all channels or each, from 0 to 1 (default: measured)")
+    add("--mean", type=channels, help="of all channels or each, from 0 to 1 (default: measured, "
+        "or that of the weights)")
     add("--std", type=channels, help="their deviation, like --mean")
-    add("--flip", type=common.PROBABILITY, help="chance to mirror an image (default: 0.5, with "
-        "--data 0)")
+    add("--flip", type=common.PROBABILITY, help="chance to mirror (default: 0.5, with --data 0)")
     add("--crop", type=common.number(int, 0), help="shift an image by up to this many pixels")
     add("--mixup", type=common.RATE, help="alpha of MixUp: blends pairs of images")
     add("--cutmix", type=common.RATE, help="alpha of CutMix: pastes a box of another image")
@@ -127,8 +121,7 @@ def parse_flags(argv):
     add("--recipe", choices=("batch", "article"), help="article: its transforms image by image, "
         "the same drop_path in all layers")
     add("--l2", type=common.RATE, help="Adam with this penalty on the squares of all weights")
-    add("--body_rate", type=common.PROBABILITY, help="with --init_from: the share of the learning "
-        "rate that all but the head gets")
+    add("--body_rate", type=common.PROBABILITY, help="learning rate of all but the head, a share")
     add("--predict", nargs="+", metavar="FILE", help="classify pictures, folders and patterns of "
         "them, by OUT_DIR/best.pt")
     add("--json", **common.SWITCH, help="--predict: a line of JSON for each picture")
@@ -276,29 +269,29 @@ def read_image(file, size, channels):
     return torch.from_numpy(np.array(image)).view(*size, channels).permute(2, 0, 1)
 
 
-def read_images(files, s, digest=None):
+def read_images(files, s, digest):
     """The readable ones of the files, and their images (N, C, h, w); the others are told. digest
     is fed with the bytes of all."""
-    shape = len(files), s.in_channels, *stored_size(s)
-    if hasattr(os, "sysconf") and math.prod(shape) > 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf(
-            "SC_PHYS_PAGES"):
-        common.fail(f"{len(files):,} images of {shape[2]} x {shape[3]} take {math.prod(shape):,} "
-                    "bytes of memory: take fewer, or a smaller --image_size", 1)
+    height, width = stored_size(s)
+    shape = len(files), s.in_channels, height, width
+    if hasattr(os, "sysconf"):  # Windows has none
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if math.prod(shape) > 0.9 * memory:
+            common.fail(f"{len(files):,} images of {height} x {width} take {math.prod(shape):,} "
+                        "bytes of memory: take fewer, or a smaller --image_size", 1)
     images, readable, broken = torch.empty(shape, dtype=torch.uint8), [], []
     for file in files:
         try:
             content = Path(file).read_bytes()
-            if digest:
-                digest.update(content)
-            picture = read_image(io.BytesIO(content), shape[2:], s.in_channels)
-        except MemoryError:
-            raise
+            digest.update(content)
+            picture = read_image(io.BytesIO(content), (height, width), s.in_channels)
+        except UnidentifiedImageError:
+            broken.append(f"{file} (it is no image)")
         except Exception as error:  # a broken file can raise nearly anything
-            no_image = isinstance(error, UnidentifiedImageError) and "it is no image"
-            broken.append(f"{file} ({no_image or getattr(error, 'strerror', None) or error})")
-            continue
-        images[len(readable)] = picture
-        readable.append(file)
+            broken.append(f"{file} ({getattr(error, 'strerror', None) or error})")
+        else:
+            images[len(readable)] = picture
+            readable.append(file)
     if broken:
         print(common.visible(f"{len(broken)} of {len(files)} files are no readable images and left "
                              f"out: {', '.join(broken[:5])}") + ", ..." * (len(broken) > 5),
@@ -325,12 +318,10 @@ def files_of(places):
 
 def read_folder(folder, s, digest):
     """The images (N, C, h, w) below folder/<class> and the names of their classes."""
-    try:
-        files, kinds = files_below(folder), {
-            unicode("NFC", kind.name) for kind in sorted(folder.iterdir())
-            if kind.is_dir() and kind.name[0] != "."}
-    except OSError as error:
-        common.fail(f"cannot read {folder}: {error.strerror}; {WANTED}")
+    with common.telling(f"{WANTED}; cannot read {folder}"):
+        kinds = {common.composed(place.name) for place in folder.iterdir()
+                 if place.is_dir() and not place.name.startswith(".")}
+    files = files_below(folder)
     in_a_class = [file for file in files if file.parent != folder]
     if len(in_a_class) < len(files):
         print(common.visible(f"{len(files) - len(in_a_class)} files in {folder} are in no class "
@@ -338,9 +329,8 @@ def read_folder(folder, s, digest):
     files, images = read_images(in_a_class, s, digest)
     if not files:
         common.fail(f"no image found in {folder}: {WANTED}")
-    names = [unicode("NFC", file.relative_to(folder).parts[0]) for file in files]
-    empty = sorted(kinds - set(names))
-    if empty:
+    names = [common.composed(file.relative_to(folder).parts[0]) for file in files]
+    if empty := sorted(kinds - set(names)):
         print(common.visible(f"no images in {folder} for {', '.join(empty)}: left out"))
     digest.update(repr(names).encode())
     return images, names
@@ -369,20 +359,20 @@ def read_own(s, checkpoint, digest):
     images, names = splits["train"]
     if s.eval and digest.hexdigest() != checkpoint["data_sha256"]:
         return dict(test=(images, names))
-    left = {name: max(1, round(n / 10)) if n > 1 else 0
-            for name, n in collections.Counter(names).items()}
-    places = dict(train=[], validate=[])
-    generator = torch.Generator().manual_seed(s.seed)
+    generator, places, held_out = torch.Generator().manual_seed(s.seed), {}, []
     for i in torch.randperm(len(names), generator=generator).tolist():
-        places["validate" if left[names[i]] else "train"].append(i)
-        left[names[i]] = max(0, left[names[i]] - 1)
-    if not places["validate"]:
+        places.setdefault(names[i], []).append(i)
+    for some in places.values():
+        if len(some) > 1:
+            held_out += some[:max(1, round(len(some) / 10))]
+    if not held_out:
         common.fail(f"no image can be held out of {s.data}, since each class has a single one: "
                     "give more")
     print("there are no images to validate: a tenth of each class is held out, "
-          f"{len(places['validate']):,} images")
-    return {split: (images[sorted(some)], [names[i] for i in sorted(some)])
-            for split, some in places.items()}
+          f"{len(held_out):,} images")
+    rest = sorted({*range(len(names))} - {*held_out})
+    return {split: (images[some], [names[i] for i in some])
+            for split, some in (("train", rest), ("validate", sorted(held_out)))}
 
 
 def load_data(s, checkpoint):
@@ -411,12 +401,12 @@ def load_data(s, checkpoint):
         common.fail(f"the only class with training images is {classes[0]}: give two or more")
     data = types.SimpleNamespace(
         classes=classes, name=Path(s.data).name if s.data else s.dataset, sha256=digest.hexdigest())
+    place = {name: i for i, name in enumerate(classes)}
     for split, (images, names) in splits.items():
         unknown = sorted(set(names) - set(classes))
         if unknown:
             print(common.visible(f"images to {split} of {', '.join(unknown)} are left out: there "
                                  "are none to train on"))
-        place = {name: i for i, name in enumerate(classes)}
         known = [i for i, name in enumerate(names) if name in place]
         if not known:
             common.fail(f"there are images to {split} of {', '.join(unknown)}, and none of the "
@@ -544,8 +534,8 @@ def draw_predictions(data, logits, path):
             image = data.validate.images[i].permute(1, 2, 0).expand(-1, -1, 3)
             axes.imshow(image.numpy(), extent=(x, x + 0.92, y - 0.92, y))
             name, truth = data.classes[guess], data.classes[data.validate.labels[i]]
-            text, color = (f"{short(name)} {p:.0%}", "black") if name == truth else (
-                f"{short(name)} {p:.0%}\nis {short(truth)}", "red")
+            text = f"{short(name)} {p:.0%}" + f"\nis {short(truth)}" * (name != truth)
+            color = "black" if name == truth else "red"
             axes.text(x + 0.46, y - 0.95, text, ha="center", va="top", fontsize=8, color=color,
                       parse_math=False)
         axes.set(xlim=(0, min(8, len(some))), ylim=(y - 1.3, 0))
@@ -558,7 +548,7 @@ def main(argv=()):
         view = types.SimpleNamespace(**{k: checkpoint[k] for k in ("classes", "mean", "std")})
         model = common.build(s, checkpoint, *describe_model(s, len(view.classes)))
         asked, answers = files_of(s.predict), {}
-        files, images = read_images(asked, s)
+        files, images = read_images(asked, s, hashlib.sha256())
         for file, p in zip(files, predict(model, images, view, s).softmax(dim=1) if files else ()):
             by_class = sorted(zip(view.classes, p.tolist()), key=lambda pair: -pair[1])
             answers[file] = dict(by_class)
@@ -598,26 +588,26 @@ def main(argv=()):
             run.update()
             if run.evaluation_due():
                 with run.paused():
-                    val_loss, val_accuracy = evaluate(model, data.validate, data, s)
-                run.evaluated(val_loss=val_loss, val_accuracy=val_accuracy)
+                    loss, accuracy = evaluate(model, data.validate, data, s)
+                run.figures = dict(val_loss=loss, val_accuracy=accuracy)
 
         logits, K = predict(model, data.validate.images, data, s), len(data.classes)
         pairs = data.validate.labels * K + logits.argmax(dim=1)
         confusion = pairs.bincount(minlength=K * K).view(K, K)  # the truth down, the guess across
         right = (confusion.diag() / confusion.sum(dim=1)).tolist()  # NaN: no images
         right = {name: None if math.isnan(r) else r for name, r in zip(data.classes, right)}
+        grid = [size // patch for size, patch in zip(s.image_size, s.patch_size)]
         print("accuracy by class: " + common.visible(", ".join(
             f"{name} {r:.1%}" for name, r in right.items() if r is not None)))
         if common.can_draw():
             common.draw_curve(run.log, "nats per image", f"{s.out_dir}/curve.png")
             draw_predictions(data, logits, f"{s.out_dir}/predictions.png")
             if s.model in ("gmlp", "amlp"):
-                grid = (size // patch for size, patch in zip(s.image_size, s.patch_size))
-                common.draw_gates(model, f"{s.out_dir}/spatial.png", tuple(grid))
+                common.draw_gates(model, f"{s.out_dir}/spatial.png", grid)
         figures = {}
         if hasattr(data, "test"):  # once, by the weights that data.validate has chosen
             with common.first_process_first():
-                best = common.load_checkpoint(Path(s.out_dir, "best.pt"))
+                best = common.load_checkpoint(Path(s.out_dir, "best.pt"), s.script)
             model.load_state_dict(best["model"])
             loss, accuracy = evaluate(model, data.test, data, s)
             figures = dict(test_loss=loss, test_accuracy=accuracy)
@@ -625,6 +615,7 @@ def main(argv=()):
         return run.write_result(
             argv, data=data.name, data_sha256=data.sha256, images=run.step * s.batch_size,
             classes=data.classes, per_class_accuracy=right, confusion=confusion.tolist(),
+            half_reach=common.half_reach(model, grid),
             torchvision=torchvision.__version__, pillow=PIL.__version__, **figures)
 
 
