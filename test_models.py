@@ -255,8 +255,7 @@ def test_that_test_can_fail(name, broken, monkeypatch):
 @each
 @both_ways
 def test_every_length_and_batch(name, causal):
-    """Case 1: any batch of 1 <= n <= seq_len tokens gives finite logits, in a causal model those of
-    a prefix. Other lengths are told with both numbers, unless a Toeplitz gate takes any."""
+    """Case 1: any 1 <= n <= seq_len works, causally as a prefix; other lengths are told."""
     model, whole = language_model(name, 7, causal=causal), tokens(7, 7)
     for batch, n in itertools.product((1, 3, 7), (1, 2, 6, 7)):
         logits = model(whole[:batch, :n])
@@ -300,8 +299,7 @@ def test_a_mask_says_who_may_look_at_whom(name):
 @pytest.mark.parametrize("n", [1, 2, 5, 7, 9])
 @both_ways
 def test_toeplitz_is_shift_invariant(n, causal):
-    """W[h, i, j] is head h's parameter at offset i - j, and zero at offsets of seq_len and more; b
-    is one number a head; a head's W touches its own group of channels alone."""
+    """W[h, i, j] is head h's number at offset i - j, below seq_len; heads have their channels."""
     unit = randomise(ToeplitzGatingUnit(12, 7, causal=causal, n_heads=2))
     W, z = unit.matrix(n), torch.randn(3, n, 12)
     assert W.shape == (2, n, n) and unit.W.shape == (2, 7 if causal else 13)
@@ -340,8 +338,7 @@ def test_fresh_gate_is_near_one(kind, seq_len, init_eps):
 @cached
 @placed
 def test_cached_logits_equal_uncached(name, positions):
-    """Fed token by token, or in pieces, with a cache, the model gives the logits of one pass; a
-    Toeplitz one of many windows, and the cache keeps what later tokens can hear."""
+    """With a cache, in pieces, the logits are those of one pass; it keeps what can be heard."""
     model = language_model(name, positions=positions)
     ids = tokens(3, 100 if model.any_length else 16)
     for sizes in ([1] * ids.shape[1], [5, 1, 7, ids.shape[1] - 13]):
@@ -355,8 +352,7 @@ def test_cached_logits_equal_uncached(name, positions):
 
 @pytest.mark.parametrize("toeplitz", [False, True])
 def test_what_the_cache_refuses_it_does_not_remember(toeplitz):
-    """At every level a cache where earlier tokens hear later ones, another batch, a mask beside it,
-    no token and one too many are a ValueError, and leave the cache as it was."""
+    """At every level what cannot go on from a cache is a ValueError, and leaves it as it was."""
     model = language_model("amlp", 5, toeplitz=toeplitz)
     h, z, block = torch.randn(2, 5, 10), torch.randn(2, 5, 12), model.trunk.blocks[0]
     for module, x, cache in ((model, tokens(2, 5), model.new_cache()), (block, h, {}),
@@ -378,8 +374,7 @@ def test_what_the_cache_refuses_it_does_not_remember(toeplitz):
 @each
 @placed
 def test_text_is_written_from_its_window(name, positions):
-    """Each token is the likeliest after its window: the last seq_len of the prompt; when that is
-    full, half of it is left behind. A model that takes any number of tokens hears all."""
+    """Each token is the likeliest after its window, of which half is left when it is full."""
     model = language_model(name, 8, positions=positions).double()  # or the likeliest two may tie
     for n in (1, 8, 24):
         prompt, start = tokens(2, n), max(0, n - 8)
@@ -396,8 +391,7 @@ def test_text_is_written_from_its_window(name, positions):
     ("gmlp", [14, 1, 1, 8, 1]), ("amlp", [14, 1, 1, 8, 1]), ("gmlp-toeplitz", [14, 1, 1, 1, 1]),
     ("mixer", [14, 15, 16, 8, 9]), ("transformer", [14, 15, 16, 8, 9])])
 def test_the_cache_saves_work(name, fed):
-    """Each token passes through a gMLP once; when W's window is full, half of it passes again. A
-    Mixer and a Transformer read their windows: the same ones. A long prompt goes in pieces."""
+    """A gMLP hears each token once, and half of a full window again; others read their windows."""
     model, seen = language_model(name), []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     model.generate(tokens(2, 14), 5)
@@ -406,8 +400,7 @@ def test_the_cache_saves_work(name, fed):
 
 @each
 def test_writing_at_its_borders(name):
-    """Case 38: temperature 0 and top_k = 1 are argmax, a top_k beyond the vocabulary is clamped; a
-    generator fixes the draw; NumPy's numbers do; bad arguments are refused."""
+    """Case 38: temperature 0, top_k and generators at their borders; bad arguments are refused."""
     model, prompt = language_model(name), tokens(2, 3)
     draw = lambda n=20, **o: model.generate(
         prompt, n, generator=torch.Generator().manual_seed(5), **o)
@@ -427,8 +420,7 @@ def test_writing_at_its_borders(name):
     refused("causal=True", language_model(name, causal=False).generate, prompt, 1)
 
 def test_what_is_drawn():
-    """Sampled frequencies are those of softmax(logits / temperature); top_k keeps exactly k, of
-    equal logits those of lower ids, so that top_k = 1 takes what temperature 0 takes."""
+    """Frequencies are those of softmax(logits / temperature); top_k keeps k, lower ids of a tie."""
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(100_000, -1)
     shares = gmlp.sample(logits, 0.5, None, None).flatten().bincount() / 100_000
     same(shares, (logits[0] / 0.5).softmax(dim=0), 1e-2)  # 9 standard deviations
@@ -471,8 +463,7 @@ def test_dropout_sleeps_while_a_model_writes(name):
 @each
 @placed
 def test_state_dict_holds_weights_alone(name, positions):
-    """Case 11: no mask, index or table is saved, so that a checkpoint fits at other lengths; layers
-    are drawn afresh, not copied; each matrix that decays is a layer's weight or a W, W1 or W2."""
+    """Case 11: weights alone are saved; layers are not copies; what decays is known by name."""
     model = fresh_model(name, positions=positions)
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
     assert not list(model.buffers())
@@ -493,8 +484,7 @@ def test_one_order_of_sizes():
         assert sizes(ours) == sizes(theirs) and "d_model, d_ffn" in sizes(ours)
     for kind in (GMLPLanguageModel, EncoderLanguageModel):
         assert inspect.signature(kind).parameters["causal"].default is inspect.Parameter.empty
-    said = {str(inspect.signature(kind.forward)) for kind in (MLPMixer, SelfAttention)}
-    assert said == {"(self, query, key=None, value=None, mask=None)"}
+    assert inspect.signature(MLPMixer.forward) == inspect.signature(SelfAttention.forward)
 
 @pytest.mark.parametrize("build, name", [(fresh_model, name) for name in LANGUAGE] + [
     (image_model, name) for name in IMAGE])
@@ -534,8 +524,7 @@ def test_other_dtypes(name, positions):
 @pytest.mark.parametrize("build, name", [(language_model, name) for name in LANGUAGE] + [
     (image_model, name) for name in IMAGE])
 def test_transformations_of_torch(name, build):
-    """Case 65: torch.export makes one program for all batches and lengths from 2 up to seq_len,
-    torch.compile finds one graph, vmap maps over samples, quantize_dynamic keeps the shapes."""
+    """Case 65: torch.export, torch.compile and vmap give the same; quantize_dynamic the shapes."""
     auto, text = torch.export.Dim.AUTO, build is language_model
     model = build(name, n_layers=1).eval()
     inputs = [tokens(B, n) if text else torch.randn(B, 3, 8, 8)
@@ -575,8 +564,7 @@ def test_sinusoids():
 
 @pytest.mark.parametrize("name", IMAGE)
 def test_image_sizes(name):
-    """Cases 6 to 8: oblong images and patches and other channel counts work, in NumPy's integers
-    too; sizes that do not divide are refused at construction, other images when they come."""
+    """Cases 6 to 8: oblong sizes and other channels work; what does not divide or fit is told."""
     model = image_model(name, image_size=np.int64(8), patch_size=(np.int64(4), 2))
     assert model(torch.randn(2, 3, 8, 8)).shape == (2, 5)
     model = image_model(name, image_size=(32, 64), patch_size=(4, 8), in_channels=1)
@@ -643,8 +631,7 @@ def test_drop_path():
 
 @pytest.mark.parametrize("options", [dict(drop_path=1.0), dict(dropout=1.0)])
 def test_layers_drop_all_that_they_add(options):
-    """Case 13: at drop_path or dropout 1 a layer is the identity in training, and is not in
-    evaluation. A perceptron drops its hidden units, attention its weights."""
+    """Case 13: dropping all, a layer is the identity in training, and is not in evaluation."""
     x, mlp = torch.randn(3, 7, 10), FeedForward(10, 12, dropout=1.0)
     attention = SelfAttention(10, 2, dropout=1.0)
     for part, left in ((EncoderLayer(10, MLPMixer(FeedForward(7, 3)), mlp, **options), x),
@@ -693,8 +680,7 @@ def test_attention_does_not_overflow_in_float16():
 @pytest.mark.parametrize("n", [1, 2, 9])
 @both_ways
 def test_self_attention_is_softmax_attention(causal, n):
-    """SelfAttention is softmax(q k^T / sqrt(d/h)) v per head, and so is CUDA's branch and kernel; a
-    row that may look at nothing gets zero attention. Another query is refused."""
+    """SelfAttention is softmax(q k^T / sqrt(d/h)) v, as CUDA's branch and kernel are."""
     attention, x, heads = randomise(SelfAttention(6, 3, causal=causal)), torch.randn(2, n, 6), []
     q, k, v = attention.qkv(x).chunk(3, dim=-1)
     for h in (slice(0, 2), slice(2, 4), slice(4, 6)):
@@ -714,8 +700,7 @@ def test_self_attention_is_softmax_attention(causal, n):
         same(attention.cuda()(x.cuda()).cpu(), expected, 1e-4)
 
 def test_mixer_and_attention_swap_by_one_argument():
-    """Case 8: a Mixer takes attention's place by one argument, B, n, d, t and f all different.
-    Through it a token reaches all tokens of its own channel, and no other channel or sample."""
+    """Case 8: a Mixer takes attention's place by one argument, and mixes channel by channel."""
     n, d, t, f, x = 7, 10, 11, 13, torch.randn(3, 7, 10, dtype=torch.float64)
     for token_mixer in (SelfAttention(d, 2), MLPMixer(FeedForward(n, t))):
         layer = randomise(EncoderLayer(d, token_mixer, FeedForward(d, f))).double()
@@ -729,8 +714,7 @@ def test_mixer_and_attention_swap_by_one_argument():
     assert changed[1, :, 3].all() and changed.sum() == 7
 
 def test_mixer_takes_exactly_its_n():
-    """Case 5: for a wrong n a Mixer tells both numbers, whoever wrote its mlp, not "mat1 and mat2
-    shapes cannot be multiplied". An mlp without nn.Linear sees to its own sizes."""
+    """Case 5: for a wrong n a Mixer tells both numbers, whoever wrote its mlp."""
     h = torch.randn(2, 16, 5)
     for mlp in FeedForward(16, 9), nn.Sequential(nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 16)):
         assert MLPMixer(mlp)(h).shape == h.shape
@@ -773,8 +757,7 @@ def test_hidden_units_over_tokens(options, shape):
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_causal_token_mlp_sees_all_of_the_past(k):
-    """Output i depends on every input j <= i and on none after it, and exactly
-    k * n * (n + 1) / 2 numbers of each weight take part: no mask is too strict or too loose."""
+    """Output i depends on all inputs j <= i alone, and each weight that is not ahead counts."""
     n = 7
     mlp = randomise(CausalTokenMLP(n, hidden_per_token=k), scale=1.0).double()
     for m in (1, 2, n - 1, n):
@@ -832,9 +815,8 @@ def assert_learns(mlp):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_replace_attention_in_torch_encoder(batch_first, norm_first):
-    """In nn.TransformerEncoder the Mixer really runs, also in evaluation mode (where torch has a
-    fast path around it), in both layouts: the output is the equation, written out. Case 10: masks
-    are refused by naming the causal variant, another n by both numbers."""
+    """In nn.TransformerEncoder the Mixer really runs, in both modes and layouts: the output is the
+    equation, written out. Case 10: masks and another n are refused."""
     model = torch_encoder(batch_first=batch_first, norm_first=norm_first, dropout=0.0)
     assert replace_attention(model, 7) == 3 and replace_attention(model, 7) == 0
     one, two = (layer.self_attn.mlp.fc1.weight for layer in model.layers[:2])
@@ -1051,13 +1033,11 @@ def settings(flags="", script=train_lm):
     start = ["--device=cpu", "--dtype=float32", "--out_dir=nowhere"]
     return script.parse_flags([*start, *flags.split()])[0]
 
-@pytest.mark.parametrize("warmup", [0, 1, 40])
-@pytest.mark.parametrize("schedule", ["noam", "linear", "cosine", "constant"])
+@pytest.mark.parametrize("schedule, warmup", [
+    (name, warmup) for name in ("noam", "linear", "cosine", "constant") for warmup in (0, 1, 40)
+    if warmup or name != "noam"])
 def test_schedules(schedule, warmup):
-    """Case 16, F9: every rate is positive, the peak is met at the end of the warm-up; linear and
-    cosine would reach min_lr one step after the last, and are half way there half way."""
-    if schedule == "noam" and not warmup:
-        return
+    """Case 16, F9: rates are positive and peak after the warm-up; decays would end a step later."""
     flags = f"--schedule={schedule} --warmup_iters={warmup} --max_iters=400 --learning_rate=0.5"
     s, peak = settings(flags), max(1, warmup)
     rates = [common.learning_rate(t, s) for t in range(1, 401)]
@@ -1127,23 +1107,22 @@ def test_shared_parameters_are_stepped_once():
     turned = [common.parameter_groups(m)[0] for m in (model, model.trunk)]
     assert len(turned[0]) == len(turned[1]) == 4 * 3
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="it came with PyTorch 2.9")
 def test_muon_as_an_optimizer():
     """Its steps are torch's but for bfloat16; it skips what has no gradient."""
     ours = [nn.Parameter(torch.randn(s)) for s in ((64, 32), (32, 64), (64, 32), (16, 16))]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     unused = nn.Parameter(torch.ones(4, 6))
-    optimizers = [common.Muon([*ours, unused], 0.1, lr=0.02)]
-    if hasattr(torch.optim, "Muon"):  # since 2.9
-        optimizers.append(torch.optim.Muon(
-            theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    optimizer = common.Muon([*ours, unused], 0.1, lr=0.02)
+    reference = torch.optim.Muon(
+        theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(10):
         for p, q in zip(ours, theirs):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+            p.grad = q.grad = torch.randn_like(p)
+        optimizer.step()
+        reference.step()
     assert (unused == 1).all()
-    for p, q in zip(ours, theirs) if len(optimizers) == 2 else ():
+    for p, q in zip(ours, theirs):
         assert ((p - q).norm() / q.norm()).item() < 1e-3
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -1223,10 +1202,8 @@ def test_text_is_downloaded_verified_and_kept(tmp_path, monkeypatch, told):
         monkeypatch.setattr(urllib.request, "urlopen", urlopen)
         assert load() == (content.decode(), "tinyshakespeare.txt")
 
-PLAY = "\n\n".join([
-    "# The Play", "## ACT I", "_Enter A\nand B_",
-    "**A**  \nOne line,  \nand _aside_ another\\--there.", "_Exit_", "Still A speaks.",
-    "**B & C**  \nYes.\n"])
+PLAY = ("# The Play\n\n## ACT I\n\n_Enter A\nand B_\n\n**A**  \nOne line,  \nand _aside_ another"
+        "\\--there.\n\n_Exit_\n\nStill A speaks.\n\n**B & C**  \nYes.\n")
 SPEECHES = "A:\nOne line,\nand  another--there.\nStill A speaks.\n\nB & C:\nYes."
 
 def test_text_from_the_package(tmp_path, monkeypatch):
@@ -1309,8 +1286,7 @@ BAD_TEXTS = [  # bytes, what the sentence has besides the file's name
 
 @on_text
 def test_bad_texts(job, tmp_path, told):
-    """Case 29: whatever --data names: a run, or one sentence with the place or the lengths; never a
-    hang. A text without line breaks, or with a byte order mark, needs no --prompt."""
+    """Case 29: whatever --data names: a run, or one sentence with place or lengths; no hang."""
     path = tmp_path / "bad.txt"
     for content, words in BAD_TEXTS:
         path.write_bytes(content)
@@ -1549,8 +1525,7 @@ def test_signals(job, name, status, capsys):
     assert "--resume" in capsys.readouterr().out
 
 def test_what_ends_no_run(job, monkeypatch):
-    """Case 58: nohup ignores a closed terminal; in the last iteration there is nothing left to
-    stop. Case 60: Gradio and Flask call main in a thread, where no signal is heard of."""
+    """Case 58: nohup ignores SIGHUP; the last step is not stopped. Case 60: main in a thread."""
     def signals(run):
         signal.raise_signal(signal.SIGHUP)
         if run.step == 4:
@@ -1608,12 +1583,10 @@ def test_resume_at_the_laptop_preset(job, optimizer):
     flags = (f"--preset=laptop --device=cpu --dtype=float32 --optimizer={optimizer} --max_iters=10 "
              f"--log_interval=4 --warmup_iters=4 {NOISY[job.name]}")
     flags += dict(lm="--max_new_tokens=5", mlm="", vision="--batch_size=16")[job.name]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(2)
         resumed_has_the_same_bits(job, flags, at=5, tiny=False)
-    finally:
-        torch.set_num_threads(threads)
 
 def test_resume_further(job, trained, told, capsys):
     """A finished run goes on with a larger --max_iters; --resume obeys the other flags, too."""
@@ -1723,8 +1696,8 @@ def test_one_run_at_a_time(job, told, monkeypatch, capsys):
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_checkpoints_are_whole_or_old(job, trained, monkeypatch, call, told, capsys):
-    """Case 36: when writing fails in the middle, at its end, or in taking the old file's place, that
-    is intact. Case 57: a log.csv held by a spreadsheet does not end the run."""
+    """Case 36: when writing fails midway, at its end, or in taking the old file's place, that is
+    intact. Case 57: a log.csv held by a spreadsheet does not end the run."""
     job, limits = trained(job.name, copy=job.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
     good, resume = job.files(), lambda: job("--resume --max_iters=30", tiny=False)
     with monkeypatch.context() as patch:
@@ -2185,9 +2158,8 @@ STRICT = [sys.executable, "-X", "warn_default_encoding", "-W", "error"]
 
 @slow
 def test_a_run_as_a_command(job, tmp_path):
-    """Cases 17, 28, 32, 34 and 56: the scripts run from any folder, in the C locale, warnings as
-    errors, without matplotlib (and torchvision for text), on a cluster that is not torchrun's,
-    print UTF-8 and write nothing beside themselves; a mistyped flag is one line."""
+    """Cases 17, 28, 32, 34 and 56: scripts run from any folder, in the C locale, warnings as errors,
+    without matplotlib, on a cluster, in UTF-8, and write nothing beside them; typos are a line."""
     if subprocess.run([*STRICT, "-c", "import torch, torchvision"], capture_output=True).returncode:
         pytest.skip("this PyTorch (2.5 is one) warns when nothing but itself is imported")
     folder = tmp_path / "zwei Wörter"
@@ -2215,8 +2187,7 @@ def test_a_run_as_a_command(job, tmp_path):
 @pytest.mark.parametrize("job, module", [("lm", "gmlp"), ("mlm", "mixer"), ("vision", "gmlp"),
                                          ("vision", "mixer")], indirect=["job"])
 def test_one_file_opens_best_pt(job, trained, module):
-    """Case 53: README's lines, in a folder with gmlp.py or mixer.py alone, give the trained model,
-    whose class and arguments, vocabulary or classes, mean and deviation stand beside it."""
+    """Case 53: README's lines, with one model file alone, give the model and what is kept."""
     job = trained(job.name, f"--model={module} --max_iters=2", copy=job.folder)
     for file in (HERE / f"{module}.py", job.out / "best.pt"):
         shutil.copy(file, job.folder)
@@ -2340,8 +2311,7 @@ def test_memory_of_the_laptop_preset(job):
 
 @slow
 def test_a_command_ends_as_the_shell_expects(told, monkeypatch):
-    """Ctrl-C outside of training is 130, a reader who goes away 141, without a word; a full disk is
-    one sentence. Output may be an object without reconfigure (IDLE), or None."""
+    """Ctrl-C is 130, a reader who goes away 141; a full disk is told; output may be None."""
     with pytest.raises(SystemExit, match="130"):
         common.run_script(raising(KeyboardInterrupt))
     full = raising(OSError(28, "No space left on device"))
@@ -2480,9 +2450,8 @@ def test_augmentation_at_zero_is_off():
 # -------------------------------------------------------------------------- train_vision.py: data
 
 def test_odd_folders(vision, monkeypatch, capsys):
-    """Cases 42 and 48: pictures lie at any depth; nothing hidden is a class or an image; what is no
-    picture, or in no class, is left out, five named, none run; the rest keeps its labels. No name
-    steers the terminal."""
+    """Cases 42 and 48: pictures lie at any depth; what is hidden is ignored, what is no picture or in
+    no class is told, none run; the rest keeps its labels. No name steers the terminal."""
     monkeypatch.chdir(vision.folder)
     names = blue, green, red = [f"{colour}{STEERING}\n" for colour in COLOURS]
     folder = some_pictures(vision, dict(zip(COLOURS, names)), f"f{STEERING}")
@@ -2590,7 +2559,7 @@ ODD = {  # name: (picture, how to save it, what is read, or a word of the error)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_pictures(name, tmp_path, monkeypatch):
     """16 bits are not cut off, a camera's turn is taken, unless broken (case 66), transparent is
-    white, an animation its first picture, no large JPEG decoded whole; else it is refused."""
+    white, the first of an animation counts, no JPEG is decoded whole; fractions are refused."""
     (picture, options, expected), sizes = ODD[name], []
     picture = picture if name == "palette.png" else Image.fromarray(picture)
     picture.save(tmp_path / name, **options)
@@ -2599,8 +2568,7 @@ def test_odd_pictures(name, tmp_path, monkeypatch):
         warnings.simplefilter("error")
         for channels in (1, 3):
             if isinstance(expected, str):
-                with pytest.raises(ValueError, match=expected):
-                    train_vision.read_image(tmp_path / name, (2, 2), channels)
+                refused(expected, train_vision.read_image, tmp_path / name, (2, 2), channels)
                 continue
             image = train_vision.read_image(tmp_path / name, expected.shape, channels)
             assert image.shape == (channels, *expected.shape) and image.dtype == torch.uint8
@@ -2968,9 +2936,8 @@ def test_readme_figures_are_measured():
                                             SCRIPTS[script].PRESETS
                                             if "/" not in preset and "16" not in preset])
 def test_presets_compare_fairly(script, preset):
-    """Each preset builds for each model, of equal parameters (5 %, without those that a mask
-    zeroes), but for the two that repeat others' experiments. gMLP and Mixer are Toeplitz unless
-    told otherwise; attention learns its places."""
+    """Each preset has equal parameters for each model (5 %), but for two that repeat others'
+    experiments. gMLP and Mixer are Toeplitz unless told otherwise; attention learns its places."""
     sizes, attention = {}, "vit" if script == "vision" else "transformer"
     for model in ("gmlp", "mixer", "amlp", attention):
         command = f"python train_{script}.py --preset={preset} --model={model}"
