@@ -5,6 +5,7 @@ import contextlib
 import csv
 import hashlib
 import http.client
+import importlib
 import inspect
 import io
 import itertools
@@ -1523,6 +1524,9 @@ def test_what_ends_no_run(job, monkeypatch):
         first(patch, common.Run, "update", signals)
         assert job("--max_iters=4")["iters"] == 4 and (job.out / "result.json").exists()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with monkeypatch.context() as patch:  # a notebook's logger
+        patch.setattr(sys, "stdout", types.SimpleNamespace(write=len, flush=int))
+        job("--max_iters=1")
     thread = threading.Thread(target=job, args=("--max_iters=2",))
     thread.start()
     thread.join()
@@ -1608,6 +1612,9 @@ def test_the_best_checkpoint_stays(job, monkeypatch):
     (job.out / "best.pt").unlink()
     assert job("--resume --max_iters=50", tiny=False)["best_val_loss"] == 1.0
     assert steps() == [50, 50] and job.checkpoint("best.pt")["val_loss"] == 1.7
+    log = [dict(val_loss=loss, val_accuracy=p) for loss, p in ((3, 0.5), (2, 0.5), (1, 0.4))]
+    for kept, best in (dict(classes=[]), log[1]), ({}, log[2]):
+        assert common.Run.best(types.SimpleNamespace(log=log, kept=kept)) is best
 
 def test_the_clock_counts_training_alone_and_minutes_settle_the_length(job, monkeypatch, capsys):
     """By a clock of ours, --minutes settles the length after a fifth, the same when resumed."""
@@ -1789,7 +1796,8 @@ BAD_FLAGS = [  # (flags, or a script and flags; words of the sentence)
     ("--toeplitz=False --model=gmlp --n_heads=2", "--n_heads=2 nothing"),
     ("vision --dataset=cifar10", "cifar10 nothing"),
     ("lm --model=transformer --toeplitz", "--toeplitz=True nothing"),
-    ("vision --model=vit --toeplitz=False", "--toeplitz=False nothing")]
+    ("vision --model=vit --toeplitz=False", "--toeplitz=False nothing"),
+    ("vision --body_rate=0.1", "--body_rate=0.1 nothing"), ("vision --json", "nothing")]
 WRONG_LATER = [  # the same, when there is a trained checkpoint
     ("--resume --d_model=32", "--d_model=16 32"), ("--eval --d_model=32", "--d_model=16 32"),
     ("--resume --model=amlp", "--model= amlp"), ("--resume --seed=2", "--seed=1 2"),
@@ -1971,7 +1979,8 @@ def test_texts_of_your_own(job, tmp_path, told, capsys):
     folder, half, other = tmp_path / "texts", len(TEXT) // 2, tmp_path / "other.txt"
     folder.mkdir()
     told(lambda: job(f"--data={folder}"), "no *.txt", folder)
-    for name, text in (("b.txt", TEXT[half:]), ("a.txt", TEXT[:half]), ("c.md", "no")):
+    for name, text in (("b.txt", TEXT[half:]), ("a.txt", TEXT[:half]), ("c.md", "no"),
+                       (".d.txt", "no")):
         (folder / name).write_text(text.replace("é", "e\u0301"), encoding="utf-8")
     def split(flags, train, validate, **options):
         capsys.readouterr()
@@ -1987,7 +1996,12 @@ def test_texts_of_your_own(job, tmp_path, told, capsys):
     for count in (12, 400):
         other.write_text(TEXT[:count], encoding="utf-8")
         split(f"--eval --data={other}", 0, count, tiny=False)
+    (folder / "b.txt").write_text(TEXT[half:] + "A", encoding="utf-8")
+    job(f"--data={folder} --max_iters=2")
+    (folder / "b.txt").write_text(TEXT[half:], encoding="utf-8")
+    told(lambda: job(f"--eval --data={folder}", tiny=False), folder, "has changed")
     result = split(f"--max_iters=2 --val_data={other}", len(TEXT), 400)
+    assert result["data_sha256"] != hashlib.sha256((TEXT + TEXT[:400]).encode()).hexdigest()
     scored = job.script.main(["--eval", f"--out_dir={job.out}", "--device=cpu"])
     assert scored["val_loss"] == pytest.approx(result["val_loss"])
     accent = dict(lm="--sample --max_new_tokens=0 --prompt=e\u0301va", mlm="--fill=e\u0301v_")
@@ -2434,8 +2448,8 @@ def test_augmentation_at_zero_is_off():
 # -------------------------------------------------------------------------- train_vision.py: data
 
 def test_odd_folders(vision, monkeypatch, capsys):
-    """Cases 42 and 48: pictures lie at any depth; what is hidden is ignored, what is no picture or
-    in no class is told, none run; the rest keeps its labels. No name steers the terminal."""
+    """Cases 42 and 48: pictures lie at any depth, behind links too; what is hidden is ignored, what
+    is no picture or in no class is told, none run; the rest keeps its labels. No name steers."""
     monkeypatch.chdir(vision.folder)
     names = blue, green, red = [f"{colour}{STEERING}\n" for colour in COLOURS]
     folder = some_pictures(vision, dict(zip(COLOURS, names)), f"f{STEERING}")
@@ -2453,6 +2467,9 @@ def test_odd_folders(vision, monkeypatch, capsys):
            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
            good[:12] + header + zlib.crc32(header).to_bytes(4, "big") + good[33:]]  # PIL warns
     (folder / f"train/{blue}/bad link.png").symlink_to("nowhere.png")
+    (folder / f"train/{green}").rename("elsewhere")
+    (folder / f"train/{green}").symlink_to(vision.folder / "elsewhere")
+    os.mkfifo(folder / f"train/{blue}/pipe.png")
     for i, content in enumerate(reversed(bad)):
         (folder / f"train/{blue}/bad{i:02}{STEERING}.png").write_bytes(content)
     for name in (".ipynb_checkpoints/red-checkpoint.png", f"{red}/.DS_Store", "notes.txt",
@@ -2664,8 +2681,8 @@ def test_layouts_of_folders(vision, told, capsys):
 
 def test_class_names_in_any_script(vision, capsys):
     """Case 67: é as one character or as two is one class; answers, JSON and files keep names."""
-    folder = some_pictures(vision, dict(blue="été", red="白い花"))
-    names = ["été", "白い花"]
+    folder = some_pictures(vision, dict(blue="été", red="白い花", green=os.fsdecode(b"caf\xe9")))
+    names = ["caf\ufffd", "été", "白い花"]
     (folder / "test/été").rename(folder / "test/e\u0301te\u0301")
     assert vision(f"--data={folder} --max_iters=2")["classes"] == names
     assert json.loads((vision.out / "result.json").read_text())["classes"] == names
@@ -2746,7 +2763,7 @@ def test_presets_for_fine_tuning(vision, capsys):
 
 # ----------------------------------------------------------- pictures and train_vision.py's answers
 
-def test_predict(vision, capsys, monkeypatch):
+def test_predict(vision, capsys, monkeypatch, told):
     """Case 50: --predict needs no data, agrees with --eval, takes files, folders and patterns;
     broken ones are named, with status 1. With --json it prints a line for each picture alone."""
     vision("--learning_rate=0.01 --max_iters=60")
@@ -2776,6 +2793,8 @@ def test_predict(vision, capsys, monkeypatch):
     assert all(line["probabilities"] == result["predict"][line["file"]] for line in lines)
     assert result["predict"][str(own / Path(files[0]).name)] == pytest.approx(answers[files[0]])
     assert result["unreadable"] == ["gone*", f"{own}/broken.png"]
+    (vision.folder / "empty").mkdir()
+    told(lambda: predict("--predict", f"{vision.folder}/empty"), "no file in", status=1)
     assert all(words in err for words in ("2 of 5 files", "gone* (No such file", "broken.png"))
     monkeypatch.setattr(sys, "argv", ["", f"--out_dir={vision.out}", "--device=cpu", *places])
     with pytest.raises(SystemExit, match="^1$"):
@@ -2864,7 +2883,7 @@ RESULTS = {path.stem: json.loads(path.read_text(encoding="utf-8"))
 def readme_commands():
     """Every `python ...` of README.md, in its shell blocks and in its tables."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-    return re.findall(r"`(python [^`\n]+)`", README) + re.findall("^python .+", blocks, re.M)
+    return re.findall(r"`(python (?!gmlp)[^`\n]+)`", README) + re.findall("^python .+", blocks, re.M)
 
 def parsed(command):
     """The script of a command, and its settings."""
@@ -2920,6 +2939,34 @@ def test_readme_figures_are_measured():
     links = re.findall(r"\[(\d\.\d+)\]\(results/(\w+)\.json\)", README)
     assert all(f"{RESULTS[name]['val_loss']:.3f}" == figure for figure, name in links)
     assert rows and links
+
+@slow
+@pytest.mark.parametrize("run", [run for run in RESULTS["exercises"]["runs"] if "file" in run])
+def test_exercises(run, data, tmp_path, monkeypatch):
+    """Each edit of README's exercises fits one place, and what comes out trains."""
+    for file in HERE.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    text = (tmp_path / run["file"]).read_text(encoding="utf-8")
+    assert text.count(run["old"]) == 1
+    (tmp_path / run["file"]).write_text(text.replace(run["old"], run["new"]), encoding="utf-8")
+    _, script, *flags = shlex.split(run["command"])
+    for module in ("gmlp", "mixer", "train_common", Path(script).stem):
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    edited = importlib.import_module(Path(script).stem)
+    assert edited.__file__ == str(tmp_path / script)
+    place = data["vision" if "vision" in script else "lm"]
+    result = edited.main([*flags, "--device=cpu", "--max_iters=2", f"--data={place}",
+                          f"--out_dir={tmp_path / 'out'}", "--batch_size=2", "--eval_interval=2"])
+    assert result["iters"] == 2
+
+def test_answers_of_the_exercises():
+    """README quotes the figures of results/exercises.json."""
+    for run in RESULTS["exercises"]["runs"]:
+        figure = f"{run['val_accuracy']:.1%}" if "val_accuracy" in run else f"{run['val_loss']:.3f}"
+        assert figure.replace("%", " %") in README, run["command"]
+        assert f"`{run.get('new', '')}`" in README or "new" not in run
 
 @pytest.mark.parametrize("script, preset", [(script, preset) for script in SCRIPTS for preset in
                                             SCRIPTS[script].PRESETS
