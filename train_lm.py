@@ -34,6 +34,10 @@ PRESETS = {
     "laptop/mixer": dict(d_ffn=384),
     "laptop/transformer": dict(n_layers=2, n_heads=4),
     "laptop/amlp": dict(d_ffn=328),
+    "fast": dict(n_layers=2, batch_size=8, max_iters=250, eval_interval=250),
+    "fast/mixer": dict(d_ffn=384),
+    "fast/transformer": dict(d_ffn=480, n_layers=1, n_heads=4),
+    "fast/amlp": dict(d_ffn=328),
     "small": dict(
         seq_len=256, d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.2, batch_size=8,
         learning_rate=6e-3, max_iters=5000, eval_interval=500),
