@@ -1117,14 +1117,11 @@ def load_corpus(s, checkpoint):
     if not s.val_data:
         cut = 0 if is_foreign(digest, s, checkpoint) else int(0.9 * len(text))
         ids, val_ids = ids[:cut], ids[cut:]
-    least = s.seq_len + 1, s.seq_len + 1
-    if s.eval:
-        least = 0, 2
-    for what, part, n in zip((f"{name}: the train", f"{val_name}: the validation"), (ids, val_ids),
-                             least):
-        if len(part) < n:
+    for what, part in (f"{name}: the train", ids), (f"{val_name}: the validation", val_ids):
+        least = 2 * (part is val_ids) if s.eval else s.seq_len + 1
+        if len(part) < least:
             fail(f"{what} split has {len(part):,} characters, --seq_len={s.seq_len} needs "
-                 f"{n:,}; give more text or a smaller --seq_len")
+                 f"{least:,}; give more text or a smaller --seq_len")
     some = f" ({s.eval_chars:,} of them each time)" * (len(val_ids) > s.eval_chars and not s.eval)
     print(f"text {visible(name)}: {len(ids):,} characters to train on, {len(val_ids):,} to "
           f"validate{some}, {len(vocabulary)} distinct; window {s.seq_len}")
