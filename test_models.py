@@ -1370,6 +1370,26 @@ def test_evaluation_sees_every_character(job, trained):
     assert lm or job("--eval --mask_prob=0.9", tiny=False)["val_loss"] != again["val_loss"]
 
 @on_text
+def test_evaluation_in_other_windows(job, trained, told):
+    """--eval --seq_len reads in other windows, in longer ones if the model takes any number."""
+    text = job.data.read_text(encoding="utf-8")
+    losses = {}
+    for toeplitz in (True, False):
+        run = trained(job.name, f"--model=gmlp --toeplitz={toeplitz}")
+        for window in (5, 16, 40)[:2 + toeplitz]:
+            result = run(f"--eval --seq_len={window}", tiny=False)
+            assert result["window"] == window
+            losses[toeplitz, window] = result["val_loss"]
+    told(lambda: run("--eval --seq_len=40", tiny=False), 40, 16)
+    assert len(set(losses.values())) == 5
+    model, kept = opened(trained(job.name, "--model=gmlp --toeplitz=True").out / "best.pt")
+    ids = common.encode(text[int(0.9 * len(text)):], kept["vocabulary"], "").long()
+    if job.name == "lm":
+        by_hand = [F.cross_entropy(model(x[None])[0], y, reduction="sum").item()
+                   for x, y in zip(ids[:-1].split(40), ids[1:].split(40))]
+        assert losses[True, 40] == pytest.approx(sum(by_hand) / (len(ids) - 1), abs=1e-5)
+
+@on_text
 def test_training_never_sees_the_validation_split(job, tmp_path, watch_models, monkeypatch):
     """Of a text with a tenth of its own letter, training never reads that, evaluation it alone."""
     (tmp_path / "split.txt").write_text("abcdefgh\n" * 100 + "z" * 100, encoding="utf-8")
@@ -1513,6 +1533,14 @@ def test_signals(job, number, status, capsys):
     for file in ("ckpt.pt", "best.pt"):  # best.pt too, so that --sample works at once
         assert job.checkpoint(file)["step"] == 7
     assert "--resume" in capsys.readouterr().out
+
+def test_an_error_in_the_loop_gives_the_signals_back(job, monkeypatch):
+    """In a notebook, which keeps the error and all that it holds, Ctrl-C then works as before."""
+    monkeypatch.setattr(common.Run, "backward", raising(MemoryError("no more memory")))
+    with heard(signal.SIGINT):
+        with pytest.raises(MemoryError) as kept:
+            job()
+        assert kept.tb and signal.getsignal(signal.SIGINT) is missed
 
 def test_what_ends_no_run(job, monkeypatch):
     """Case 58: nohup ignores SIGHUP; the last step is not stopped. Case 60: main in a thread."""
@@ -2681,7 +2709,8 @@ def test_layouts_of_folders(vision, told, capsys):
 
 def test_class_names_in_any_script(vision, capsys):
     """Case 67: é as one character or as two is one class; answers, JSON and files keep names."""
-    folder = some_pictures(vision, dict(blue="été", red="白い花", green=os.fsdecode(b"caf\xe9")))
+    latin_1 = os.fsdecode(b"caf\xe9")
+    folder = some_pictures(vision, dict(blue="été", red="白い花", green=latin_1))
     names = ["caf\ufffd", "été", "白い花"]
     (folder / "test/été").rename(folder / "test/e\u0301te\u0301")
     assert vision(f"--data={folder} --max_iters=2")["classes"] == names
@@ -2883,7 +2912,8 @@ RESULTS = {path.stem: json.loads(path.read_text(encoding="utf-8"))
 def readme_commands():
     """Every `python ...` of README.md, in its shell blocks and in its tables."""
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-    return re.findall(r"`(python (?!gmlp)[^`\n]+)`", README) + re.findall("^python .+", blocks, re.M)
+    tables = re.findall(r"`(python (?!gmlp)[^`\n]+)`", README)
+    return tables + re.findall("^python .+", blocks, re.M)
 
 def parsed(command):
     """The script of a command, and its settings."""

@@ -553,37 +553,40 @@ def build(s, checkpoint, kind, args):
     """The model kind(**args), with weights drawn from the seed; or as the checkpoint has it; or,
     for --init_from, with its weights, but for a head that it lacks."""
     torch.manual_seed(s.seed)
-    if not checkpoint or s.init_from:
+    if checkpoint and not s.init_from:
+        args = checkpoint["model_args"]
+        with telling(f"{s.out_dir} has no model that we can build"), torch.device("meta"):
+            if checkpoint["model_class"] != kind.__name__:
+                raise ValueError(f"{checkpoint['model_class']} is no {kind.__name__}")
+            model = kind(**args)  # on "meta" it takes no memory: its sizes may be nonsense
+        if s.eval and vars(s).get("seq_len", 0) > args.get("seq_len", 0):
+            if not getattr(model, "any_length", False):
+                fail(f"--seq_len={s.seq_len} is more than the {args['seq_len']} tokens that this "
+                     "model takes at most")
+    else:
         model = kind(**args)
     if checkpoint:
-        place, weights = s.init_from or s.out_dir, checkpoint["model"]
-        with telling(f"the weights in {place} do not fit --preset={s.preset}"):
-            if s.init_from:
-                new_head = {k: x for k, x in model.state_dict().items() if k.startswith("head.")}
-                weights = new_head | weights
-            else:
-                if checkpoint["model_class"] != kind.__name__:
-                    raise ValueError(f"{checkpoint['model_class']} is no {kind.__name__}")
-                args = checkpoint["model_args"]
-                with torch.device("meta"):  # no memory for sizes that the weights may not have
-                    model = kind(**args)
-            ours = model.state_dict()
-            for key in ours | weights:
-                there, here = (tuple(np.shape(x[key])) if key in x else None
-                               for x in (weights, ours))
-                if there != here:
-                    raise ValueError(f"{key} is {there} there, {here} here")
-            model.load_state_dict(weights, assign=not s.init_from)
-            if not all(p.isfinite().all() for p in model.parameters()):
-                raise ValueError("not all of them are finite")
-        if s.init_from:
-            print(f"begins with the weights of {place}"
-                  + ", and a new head" * ("head.weight" not in checkpoint["model"]))
-    n, any_length = getattr(model, "seq_len", math.inf), getattr(model, "any_length", False)
-    if s.eval and not any_length and vars(s).get("seq_len", 0) > n:
-        fail(f"--seq_len={s.seq_len} is more than the {n} tokens that this model takes at most")
+        with telling(f"the weights in {s.init_from or s.out_dir} do not fit --preset={s.preset}"):
+            give_weights(model, checkpoint["model"], s)
     model.args = args  # for the next checkpoint
     return model.to(s.device, torch.float32)
+
+
+def give_weights(model, weights, s):
+    """Put a checkpoint's weights into the model; for --init_from it may lack the head's."""
+    ours = model.state_dict()
+    new_head = s.init_from and "head.weight" not in weights
+    if new_head:
+        weights = weights | {name: x for name, x in ours.items() if name.startswith("head.")}
+    for name in ours | weights:
+        there, here = (tuple(np.shape(x[name])) if name in x else None for x in (weights, ours))
+        if there != here:
+            raise ValueError(f"{name} is {there} there, {here} here")
+        if not weights[name].isfinite().all():
+            raise ValueError(f"{name} is not finite")
+    model.load_state_dict(weights, assign=not s.init_from)  # what is on "meta" cannot be copied to
+    if s.init_from:
+        print(f"begins with the weights of {s.init_from}" + ", and a new head" * new_head)
 
 
 # ------------------------------------------------------------------------------- a training run

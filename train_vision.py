@@ -371,8 +371,10 @@ def read_own(s, checkpoint, digest):
     if s.eval and found:
         best = next(split for split in ("test", "validate", "train") if split in found)
         found = {best: found[best]}
-    elif "train" not in found:
+    elif not found:
         found = dict(train=Path(s.data))
+    elif "train" not in found:
+        common.fail(f"there is no folder train beside {', '.join(found)} in {s.data}; {WANTED}")
     splits = {split: read_folder(folder, s, digest) for split, folder in found.items()}
     if [*splits] != ["train"]:
         return splits
