@@ -282,7 +282,7 @@ def read_images(files, s, digest):
     shape = len(files), s.in_channels, height, width
     if hasattr(os, "sysconf"):  # Windows has none
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if 2 * math.prod(shape) > memory:  # what is held out is copied, the deviation takes floats
+        if 2 * math.prod(shape) > memory:  # where none is held out, a part of them is copied
             common.fail(f"{len(files):,} images of {height} x {width} take {math.prod(shape):,} "
                         "bytes of memory: take fewer, or a smaller --image_size", 1)
     images, readable, broken = torch.empty(shape, dtype=torch.uint8), [], []
@@ -349,25 +349,33 @@ def read_folder(folder, s, digest):
     return images, names
 
 
-def read_own(s, checkpoint, digest):
-    """{split: (images (N, C, h, w), names of their classes)} of --data: train, test, val, as far as
-    there are folders of classes with such names. Where none is held out, a tenth of each class is,
-    the same in all runs, one image at least of two; but of images that the run did not train on
-    --eval takes all."""
+def find_splits(data):
+    """{split: its folder} in the folder data, by SPLITS; {} if the folders there are classes."""
     found, others = {}, []
-    with common.telling(f"{WANTED}; cannot read {s.data}"):
-        for folder in sorted(Path(s.data).iterdir()):
+    with common.telling(f"{WANTED}; cannot read {data}"):
+        for folder in sorted(Path(data).iterdir()):
             split = SPLITS.get(folder.name.lower())
-            if split in found:
-                raise ValueError(f"{found[split].name} and {folder.name} are the same split")
-            if folder.is_dir() and split:
-                found[split] = folder
-            elif folder.is_dir() and not folder.name.startswith("."):
+            if not folder.is_dir() or folder.name.startswith("."):
+                continue
+            if split is None:
                 others.append(folder.name)
+            elif split in found:
+                raise ValueError(f"{found[split].name} and {folder.name} are the same split")
+            else:
+                found[split] = folder
         if others and not any(x.is_dir() for folder in found.values() for x in folder.iterdir()):
-            found = {}  # train may be a class, beside others
+            return {}  # train may be a class, beside others
     if found and others:
         print(common.visible(f"left out beside {', '.join(found)}: {', '.join(others)}"))
+    return found
+
+
+def read_own(s, checkpoint, digest):
+    """{split: (images (N, C, h, w), names of their classes)} of --data: train, test, validate, as
+    far as there are such folders of classes. Where none is held out, a tenth of each class is, the
+    same in all runs, one image at least of two; but of images that the run did not train on --eval
+    takes all."""
+    found = find_splits(s.data)
     if s.eval and found:
         best = next(split for split in ("test", "validate", "train") if split in found)
         found = {best: found[best]}
@@ -443,12 +451,14 @@ def load_data(s, checkpoint):
                                for numbers in (s.mean, s.std))
     elif checkpoint:
         data.mean, data.std = checkpoint["mean"], checkpoint["std"]
-    else:  # one channel at a time: they become floats
-        data.mean, data.std = [], []
-        for c in range(s.in_channels):
-            channel = data.train.images[:, c].float()
-            data.mean.append(channel.mean().item())
-            data.std.append(max(1.0, channel.std().item()))
+    else:  # by counting each value, which takes no memory
+        data.mean, data.std, values = [], [], torch.arange(256.0, dtype=torch.float64)
+        for channel in data.train.images.unbind(dim=1):  # (N, h, w) each
+            count, n = channel.flatten().bincount(minlength=256), channel.numel()  # (256,)
+            mean = (count * values).sum() / n
+            data.mean.append(mean.item())
+            variance = (count * (values - mean) ** 2).sum() / (n - 1)
+            data.std.append(max(1.0, variance.sqrt().item()))
     counts = ", ".join(f"{len(vars(data)[split].labels):,} images to {split}" for split in splits)
     height, width = stored_size(s)
     print(common.visible(f"data {data.name}: {counts}, {height} x {width} pixels, {len(classes)} "
