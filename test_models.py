@@ -2899,8 +2899,8 @@ def test_half_of_the_weight_is_within_reach():
     assert reach(near, torch.stack([-near, near.roll(3, dims=1)])) == [[0], [0, 3]]
     assert reach(torch.ones(12, 12).tril()) == [[3]]  # 12 + 11 + 10 + 9 of 78
     diagonal = torch.zeros(12, 12)
-    diagonal[0, 11] = 1  # from the first of 3 x 4 patches to the last
-    assert reach(diagonal, grid=(3, 4)) == [[round(13**0.5, 2)]]
+    diagonal[0, 5] = 1  # of 3 x 4 patches: a row down, a column to the right
+    assert reach(diagonal, grid=(3, 4)) == [[round(2**0.5, 2)]]
     assert common.half_reach(image_model("vit")) == []
 
 # ------------------------------------------------------------------------------------ README.md
