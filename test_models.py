@@ -1104,6 +1104,34 @@ def test_shared_parameters_are_stepped_once():
     turned = [common.parameter_groups(m)[0] for m in (model, model.trunk)]
     assert len(turned[0]) == len(turned[1]) == 4 * 3
 
+def test_a_pass_takes_every_sample_once():
+    """Batches go through all samples before any comes again, in orders that differ by pass and
+    seed; each follows from the step alone. Windows tile the text from an offset of the pass."""
+    def drawn(total, steps, seed=1, batch=6):
+        s = settings(f"--batch_size={batch} --seed={seed}")
+        samples, passes = zip(*(common.draw(step, total, s) for step in range(1, steps + 1)))
+        assert torch.equal(torch.cat(passes), torch.arange(steps * batch) // total)
+        return torch.cat(samples)
+    orders = [*drawn(20, 10).split(20), *drawn(20, 10, seed=2).split(20)]
+    assert len({tuple(order.tolist()) for order in orders}) == 6
+    assert all(order.sort().values.tolist() == [*range(20)] for order in orders)
+    assert torch.equal(drawn(20, 1, batch=60), torch.cat(orders[:3]))
+    assert drawn(1, 2).tolist() == [0] * 12
+    s, ids, offsets = settings("--seq_len=10 --batch_size=5"), torch.arange(209), set()
+    for p in range(100):  # 200 places to begin at: 20 windows of 10 tokens and the next one
+        windows = [common.draw_windows(ids, 10, step, s) for step in range(4 * p + 1, 4 * p + 5)]
+        letters = torch.cat(windows).flatten().sort().values
+        assert torch.equal(letters, letters[0] + torch.arange(200)) and letters[-1] <= 208
+        offsets.add(letters[0].item())
+    assert offsets == set(range(10))
+    for length in (10, 11, 15, 20):  # a text of about a window
+        starts = {common.draw_windows(ids[:length], 10, step, s)[0, 0].item()
+                  for step in range(1, 200)}
+        assert starts == set(range(min(10, length - 9)))
+    s = settings("--seq_len=10 --batch_size=500 --replacement")
+    starts = common.draw_windows(ids, 10, 1, s)[:, 0]
+    assert len(set((starts % 10).tolist())) == 10 and len(starts.unique()) < 200
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="it came with PyTorch 2.9")
 def test_muon_as_an_optimizer():
     """Its steps are torch's but for bfloat16; it skips what has no gradient."""
@@ -2463,13 +2491,12 @@ def test_augmentation_at_zero_is_off():
               train=of(images=images, labels=labels))
     def batch(flags="", seed=3):
         torch.manual_seed(seed)
-        return train_vision.draw_batch(view, vision_settings(f"--flip=0 --crop=0 {flags}"))
-    (x, y), after = batch(), torch.get_rng_state()
-    torch.manual_seed(3)
-    index = torch.randint(40, (64,))
+        return train_vision.draw_batch(view, 5, vision_settings(f"--flip=0 --crop=0 {flags}"))
+    before, (x, y), after = torch.manual_seed(3).get_state(), batch(), torch.get_rng_state()
+    index = common.draw(5, 40, vision_settings())[0]
     mean, std = torch.tensor([view.mean, view.std])[..., None, None]
     assert torch.equal(x, (images[index].float() - mean) / std) and torch.equal(y, labels[index])
-    assert torch.equal(after, torch.get_rng_state())
+    assert torch.equal(after, before)
     for flag in ("--flip=1", "--crop=2", "--mixup=1", "--cutmix=1"):
         assert any(not torch.equal(batch(flag, seed)[0], batch("", seed)[0]) for seed in range(8))
 
@@ -2625,7 +2652,7 @@ def test_cifar(vision, monkeypatch, capsys):
     assert torch.equal(data.train.images, expected[:5]) and data.classes == ["a", "d", "i"]
     assert data.train.labels.tolist() == [2, 0, 1, 2, 0] and len(data.validate.labels) == 6
     s = vision_settings("--image_size=64 --patch_size=16")
-    assert train_vision.draw_batch(data, s)[0].shape == (64, 3, 64, 64)
+    assert train_vision.draw_batch(data, 1, s)[0].shape == (64, 3, 64, 64)
 
 @pytest.mark.parametrize("answer", [
     urllib.error.URLError("certificate has expired"), TimeoutError("timed out"),

@@ -11,6 +11,7 @@ import contextlib
 import csv
 import datetime
 import difflib
+import functools
 import glob
 import hashlib
 import http.client
@@ -194,6 +195,7 @@ def training_parser(task, description, presets, models):
     if task != "vision":
         add("--seq_len", type=COUNT, help="window: characters that the model sees at once")
         add("--val_data", type=path, help="a text of its own to validate with")
+        add("--replacement", **SWITCH, help="windows from anywhere in the text, not pass by pass")
         add("--eval_chars", type=COUNT, help="characters to validate with while training, in "
             "windows evenly spread; --eval reads all")
     return parser
@@ -805,6 +807,23 @@ class Run:
         return result
 
 
+@functools.lru_cache(maxsize=2)
+def shuffled(total, *seeds):
+    """The numbers below total in an order drawn from the seeds: (total,)."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(mixed(*seeds)))
+
+
+def draw(step, total, s):
+    """Which of `total` samples update `step` trains on, and in which pass over them: two tensors
+    (batch_size,). Each pass takes every sample once, in an order of its own; by drawing anew each
+    time, a third of them would be missing after as many draws as there are samples."""
+    numbers = torch.arange((step - 1) * s.batch_size, step * s.batch_size)
+    passes = numbers // total
+    samples = [shuffled(total, s.seed, p, 0)[number % total]
+               for p, number in zip(passes.tolist(), numbers)]
+    return torch.stack(samples), passes
+
+
 def mixed(*numbers):
     """One seed from several numbers, by mixing them: by a sum, seed 1 at step 2 would be seed 2 at
     step 1."""
@@ -1091,6 +1110,20 @@ def windows_of(ids, length, stride, most=math.inf):
         yield rows.long()  # (rows, length)
     if len(rest) > length - stride:
         yield rest[None].long()
+
+
+def draw_windows(ids, length, step, s):
+    """ids (total,) -> (batch_size, length), the windows of update `step`: each pass cuts the text
+    anew, from another offset, and reads all of it once. With --replacement they begin anywhere."""
+    windows = ids.unfold(0, length, 1)  # (starts, length)
+    if s.replacement:
+        starts = torch.randint(len(windows), (s.batch_size,))
+    else:
+        samples, passes = draw(step, max(1, len(windows) // s.seq_len), s)
+        reach = min(s.seq_len, len(windows))
+        offsets = [mixed(s.seed, p, 0) % reach for p in passes.tolist()]
+        starts = samples * s.seq_len + torch.tensor(offsets)
+    return windows[starts.to(ids.device)].long()
 
 
 def is_foreign(digest, s, checkpoint):

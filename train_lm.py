@@ -26,7 +26,8 @@ PRESETS = {
         model="gmlp", toeplitz=True, positions="auto",
         seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=None,
         dropout=0.0, drop_path=0.0,
-        batch_size=16, grad_accum=1, max_iters=1200, eval_interval=400, log_interval=10,
+        batch_size=16, replacement=False, grad_accum=1, max_iters=1200,
+        eval_interval=400, log_interval=10,
         optimizer="muon", schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         eval_chars=120_000, data=None, seed=1, dtype="auto", compile=False,
@@ -53,8 +54,9 @@ PRESETS = {
     # nanoGPT's recipe for a CPU, published as 1.88: the yardstick
     "nanogpt": dict(
         model="transformer", seq_len=64, d_model=128, d_ffn=512, n_layers=4, n_heads=4,
-        batch_size=12, max_iters=2000, eval_interval=250, log_interval=25, optimizer="adamw",
-        schedule="cosine", learning_rate=1e-3, min_lr=1e-4, warmup_iters=100, dtype="float32"),
+        batch_size=12, replacement=True, max_iters=2000, eval_interval=250, log_interval=25,
+        optimizer="adamw", schedule="cosine", learning_rate=1e-3, min_lr=1e-4, warmup_iters=100,
+        dtype="float32"),
     # labml.ai's annotated gMLP experiment, 128 passes over the text (Adam is AdamW without decay)
     "classic": dict(
         toeplitz=False, positions="sinusoidal", seq_len=256, d_model=512, d_ffn=2048, n_layers=6,
@@ -151,12 +153,11 @@ def main(argv=()):
     prompt = prompt_of(s, corpus.vocabulary)
     if s.preset == "nanogpt" and s.model == "transformer" and not checkpoint:
         initialise_as_nanogpt(model, s.n_layers)
-    windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len + 1, 1)  # (starts, seq_len + 1)
+    train_ids = corpus.train_ids.to(s.device)  # (characters,)
     with common.training(s, model, checkpoint, vocabulary=corpus.vocabulary,
                          data_sha256=corpus.sha256) as run:
-        for _ in run.steps():
-            starts = torch.randint(len(windows), (s.batch_size,))
-            batch = windows[starts.to(s.device)].long()  # (B, seq_len + 1)
+        for step in run.steps():
+            batch = common.draw_windows(train_ids, s.seq_len + 1, step, s)  # (B, seq_len + 1)
             for part in run.parts(batch):  # (B / parts, seq_len + 1)
                 with common.autocast(s):
                     logits = run.forward(part[:, :-1])  # (B / parts, seq_len, vocab_size)

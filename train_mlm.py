@@ -26,7 +26,8 @@ PRESETS = {
         model="mixer", toeplitz=True, positions="auto", mask_prob=0.15,
         seq_len=128, d_model=128, d_ffn=512, n_layers=4, n_heads=2, d_attn=64, d_token=None,
         dropout=0.0, drop_path=0.0,
-        batch_size=16, grad_accum=1, max_iters=1200, eval_interval=400, log_interval=10,
+        batch_size=16, replacement=False, grad_accum=1, max_iters=1200,
+        eval_interval=400, log_interval=10,
         optimizer="muon", schedule="linear", learning_rate=8e-3, min_lr=0.0, warmup_iters=50,
         beta2=0.99, weight_decay=0.1, grad_clip=1.0,
         eval_chars=120_000, data=None, seed=1, dtype="auto", compile=False),
@@ -169,12 +170,11 @@ def main(argv=()):
         return dict(model=s.model, iters=checkpoint["step"], window=s.seq_len, val_loss=val_loss,
                     val_accuracy=val_accuracy)
 
-    windows = corpus.train_ids.to(s.device).unfold(0, s.seq_len, 1)  # (starts, seq_len)
+    train_ids = corpus.train_ids.to(s.device)  # (characters,)
     with common.training(s, model, checkpoint, vocabulary=corpus.vocabulary,
                          data_sha256=corpus.sha256) as run:
-        for _ in run.steps():
-            starts = torch.randint(len(windows), (s.batch_size,))
-            batch = windows[starts.to(s.device)].long()  # (B, seq_len)
+        for step in run.steps():
+            batch = common.draw_windows(train_ids, s.seq_len, step, s)  # (B, seq_len)
             inputs, targets = mask_tokens(batch, n_chars, mask_id, mask_prob=s.mask_prob)
             count = (targets != IGNORE).sum().clamp(min=1)  # with none chosen the loss is 0
             for x, y in zip(run.parts(inputs), run.parts(targets)):  # (B / parts, seq_len) each

@@ -514,10 +514,10 @@ def normalise(images, data, s):
     return (images - mean) / std
 
 
-def draw_batch(data, s):
+def draw_batch(data, step, s):
     """images (B, C, H, W), augmented and normalised, and targets (B,), or (B, classes) if mixed.
-    Draws from PyTorch's global generator, as torchvision's transforms do."""
-    index = torch.randint(len(data.train.labels), (s.batch_size,)).to(data.train.labels.device)
+    Augmentation draws from PyTorch's global generator, as torchvision's transforms do."""
+    index = common.draw(step, len(data.train.labels), s)[0].to(data.train.labels.device)
     images, targets = data.train.images[index], data.train.labels[index]
     if s.flip:
         images = flip(images, s.flip)
@@ -614,8 +614,8 @@ def main(argv=()):
     data.train.labels = data.train.labels.to(s.device)
     with common.training(s, model, checkpoint, classes=data.classes, mean=data.mean,
                          std=data.std, data_sha256=data.sha256) as run:
-        for _ in run.steps():
-            images, targets = draw_batch(data, s)
+        for step in run.steps():
+            images, targets = draw_batch(data, step, s)
             for x, y in zip(run.parts(images), run.parts(targets)):
                 with common.autocast(s):
                     logits = run.forward(x)  # (B / parts, classes)
