@@ -190,7 +190,8 @@ def training_parser(task, description, presets, models):
     add("--schedule", choices=("linear", "cosine", "noam", "constant"), help="after the warm-up")
     add("--warmup_iters", type=number(int, 0), help="iterations of rising learning rate")
     add("--beta2", type=number(float, 0, 0.999999), help="of AdamW")
-    add("--weight_decay", type=RATE, help="of the weight matrices")
+    add("--weight_decay", type=RATE, help="of the matrices: under muon those of the blocks, "
+        "under adamw the others and W, too")
     add("--grad_clip", type=RATE, help="largest norm of the gradient; 0: no clipping")
     if task != "vision":
         add("--seq_len", type=COUNT, help="window: characters that the model sees at once")
@@ -411,8 +412,9 @@ def learning_rate(step, s):
 
 
 def new_optimizers(model, s):
-    """AdamW, and for --optimizer=muon Muon beside it; with --l2 Adam instead, whose decay is part
-    of the gradient. Their rate is set at each update: of all but the head the share body_rate."""
+    """AdamW; or Muon, and AdamW for what is no matrix of a block, without decay: a strong one pays
+    for the matrices alone. With --l2 it is Adam, whose decay is part of the gradient. Their rate is
+    set at each update: of all but the head the share body_rate."""
     betas, body_rate = (0.9, s.beta2), getattr(s, "body_rate", 1.0)
     if getattr(s, "l2", 0):
         return [torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, weight_decay=s.l2)]
@@ -423,7 +425,9 @@ def new_optimizers(model, s):
         return [dict(params=part, weight_decay=decay, share=share)
                 for part, share in zip(parts, (body_rate, 1.0)) if part]
     matrices, decaying, rest = parameter_groups(model)
-    if s.optimizer != "muon":
+    if s.optimizer == "muon":
+        decaying, rest = [], decaying + rest
+    else:
         matrices, decaying = [], matrices + decaying
     adamw = torch.optim.AdamW(groups(decaying, s.weight_decay) + groups(rest, 0.0), lr=0.0,
                               betas=betas, fused=True)
@@ -431,10 +435,10 @@ def new_optimizers(model, s):
 
 
 def parameter_groups(model):
-    """Three lists: the Linear weights of the blocks, which Muon can take; all else that decays, the
-    other weights of Linear, Conv2d and Embedding and all W, W1, W2 (those that a mask halves are no
-    whole matrices); and what does not decay: norms, biases and all b, b1, b2 (decay would shut the
-    gate). A parameter that two modules share is counted once."""
+    """Three lists: the Linear weights of the blocks, which Muon can take; what AdamW alone decays,
+    too, the other weights of Linear, Conv2d and Embedding and all W, W1, W2 (those that a mask
+    halves are no whole matrices); and norms, biases and all b, b1, b2 (decay would shut the gate).
+    A parameter that two modules share is counted once."""
     matrices, decaying, rest = [], [], []
     for path, p in model.named_parameters():
         place, _, name = path.rpartition(".")
