@@ -40,8 +40,8 @@ PRESETS = {
     "fast/transformer": dict(d_ffn=480, n_layers=1, n_heads=4),
     "fast/amlp": dict(d_ffn=328),
     "small": dict(
-        seq_len=256, d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.2, batch_size=8,
-        learning_rate=6e-3, max_iters=5000, eval_interval=500),
+        seq_len=256, d_model=192, d_ffn=768, n_layers=6, n_heads=4, dropout=0.1, batch_size=8,
+        learning_rate=6e-3, weight_decay=0.7, max_iters=5000, eval_interval=500),
     "small/mixer": dict(d_ffn=576),
     "small/amlp": dict(d_ffn=576),
     "small/transformer": dict(n_layers=3),
