@@ -1118,7 +1118,8 @@ def windows_of(ids, length, stride, most=math.inf):
 
 def draw_windows(ids, length, step, s):
     """ids (total,) -> (batch_size, length), the windows of update `step`: each pass cuts the text
-    anew, from another offset, and reads all of it once. With --replacement they begin anywhere."""
+    anew, from another offset, and reads it once, but for less than a window at either end. With
+    --replacement they begin anywhere."""
     windows = ids.unfold(0, length, 1)  # (starts, length)
     if s.replacement:
         starts = torch.randint(len(windows), (s.batch_size,))
