@@ -230,7 +230,7 @@ IDLE = [
      "attention and Toeplitz gates alone have heads"),
     ("toeplitz", lambda s: s.model in ("transformer", "vit"), "attention has no such weights"),
     ("dataset", lambda s: s.data, "--data takes its place"),
-    ("mask_prob", lambda s: s.fill, "--fill has blanks of its own"),
+    ("mask_prob", lambda s: s.fill or s.eval, "it is for training"),
     ("prompt max_new_tokens temperature top_k eval_chars", lambda s: s.eval,
      "--eval reads all, and writes nothing"),
     ("body_rate", lambda s: not s.init_from or s.l2, "it is for AdamW or Muon, and --init_from"),
