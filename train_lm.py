@@ -49,7 +49,7 @@ PRESETS = {
     "small/transformer": dict(n_layers=3),
     "gpu": dict(
         seq_len=256, d_model=384, d_ffn=1536, n_layers=10, n_heads=8, dropout=0.2, batch_size=64,
-        learning_rate=2e-3, max_iters=5000, eval_interval=250, warmup_iters=200),
+        learning_rate=2e-3, weight_decay=2.0, max_iters=5000, eval_interval=250, warmup_iters=200),
     "gpu/mixer": dict(d_ffn=1152),
     "gpu/amlp": dict(d_ffn=1328),
     "gpu/transformer": dict(n_layers=5),
