@@ -36,8 +36,8 @@ PRESETS = {
     "laptop/transformer": dict(n_layers=2, n_heads=4),
     "laptop/amlp": dict(d_ffn=328),
     "fast": dict(
-        n_layers=2, batch_size=8, learning_rate=1.6e-2, warmup_iters=10, max_iters=200,
-        eval_interval=200),
+        n_layers=2, batch_size=8, learning_rate=1.6e-2, warmup_iters=10, max_iters=220,
+        eval_interval=220),
     "fast/mixer": dict(d_ffn=384),
     "fast/transformer": dict(d_ffn=480, n_layers=1, n_heads=4),
     "fast/amlp": dict(d_ffn=328),
