@@ -9,7 +9,7 @@ B batch, n tokens, d = d_model, f = d_ffn (the width before the split). Each nor
 its own, * goes element by element, U and V have biases. W starts near 0 and b at 1, so that at
 first S is about Z1 and no token hears another; training finds out who should listen to whom. Causal
 models keep W's lower triangle. The gate costs n^2 * f/2 multiply-adds a layer: at f = 4d as many as
-attention's 2 n^2 * d, but no n x n matrix is kept for each sample.
+attention's 2 n^2 * d, but without a softmax, and with one n x n matrix for all samples.
 
 Beyond the paper: masks, positions, a cache for writing, and ToeplitzGatingUnit with heads (W[i, j]
 depends on i - j alone: the paper saw W become so on text, and tried it). Imports torch alone.
@@ -47,7 +47,7 @@ class GMLPBlock(nn.Module):
 
     def forward(self, x, mask=None, cache=None):
         """x (B, n, d) -> (B, n, d); mask and cache as in SpatialGatingUnit."""
-        check(self.sgu, x, mask, cache)  # before attention remembers what the gate refuses
+        check(self.sgu, x, mask, cache)  # first, since attention, too, adds to the cache
         normed = self.norm(x)
         z = F.gelu(self.proj_in(normed))  # (B, n, f)
         attended = None if self.attn is None else self.attn(normed, mask, cache)  # (B, n, f/2)
@@ -63,8 +63,8 @@ class SpatialGatingUnit(nn.Module):
     the n tokens are a prefix in raster order. causal: no token hears a later one.
     """
 
-    any_length, n_heads = False, 1  # a Toeplitz gate may have others
-    keep, remembers = None, "z2"  # the cache has all past rows, by this name
+    any_length, n_heads = False, 1  # ToeplitzGatingUnit sets its own
+    keep, remembers = None, "z2"  # a cache keeps all past rows of norm(Z2), under this key
 
     def __init__(self, d_ffn, seq_len, *, causal=False, init_eps=1e-3):
         super().__init__()
@@ -78,15 +78,15 @@ class SpatialGatingUnit(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """W within init_eps / n of 0, so that many tokens weigh no more than few; b is 1."""
+        """W uniform within init_eps / n of 0, so that its rows sum to little at any n; b is 1."""
         nn.init.uniform_(self.W, -self.init_eps / self.seq_len, self.init_eps / self.seq_len)
         nn.init.ones_(self.b)
 
     def forward(self, z, mask=None, gate_residual=None, cache=None):
         """z (B, n, f) -> (B, n, f/2). mask, boolean (n, n) or (B, n, n): row i may look at j.
-        gate_residual (B, n, f/2) is added to the gate. cache, a dict, for causal gates: z follows
-        the tokens it remembers, and joins them. ValueError for a wrong n, mask or cache, which then
-        stays as it was."""
+        gate_residual (B, n, f/2) is added to the gate. cache, a dict, for causal gates: the tokens
+        of z come after those that it holds, and are added to it. ValueError for a wrong n, mask or
+        cache; the cache is then unchanged."""
         n, total = z.shape[1], check(self, z, mask, cache)  # total: n, and those in the cache
         z1, z2 = z.chunk(2, dim=-1)  # (B, n, f/2) each
         z2 = remember(cache, "z2", self.norm(z2), self.keep)  # (B, total, f/2)
@@ -105,9 +105,9 @@ class SpatialGatingUnit(nn.Module):
 
     def matrix(self, n=None, past=0):
         """W for n tokens (default seq_len), without its first `past` rows: (n - past, n)."""
-        more = 0 if n is None else n - self.seq_len  # or less: a negative pad crops
-        W = F.pad(self.W, (0, more, -past, more))  # W[past:n, :n], so that torch.export takes it
-        return W.tril(past) if self.causal else W
+        more = 0 if n is None else n - self.seq_len  # 0 or negative: to pad by that is to crop
+        W = F.pad(self.W, (0, more, -past, more))  # W[past:n, :n], which torch.export refuses
+        return W.tril(past) if self.causal else W  # its row 0 is that of token `past`
 
 
 class DropPath(nn.Module):
@@ -340,8 +340,7 @@ def sinusoids(places, d_model):
 
 class ToeplitzGatingUnit(SpatialGatingUnit):
     """A SpatialGatingUnit that treats all places alike: W holds one number per offset i - j, and b
-    one for all tokens. Each of n_heads groups of c = f/(2h) channels has a W and b of its own (on
-    images four learn more than one).
+    one for all tokens. Each of n_heads groups of c = f/(2h) channels has a W and b of its own.
 
     On a line of tokens n is then unbounded: offsets of seq_len or more weigh nothing, so that W is
     a band, and a token hears the last seq_len tokens (causal) or as many on either side. On a grid

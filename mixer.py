@@ -40,9 +40,9 @@ class FeedForward(nn.Module):
 class MLPMixer(nn.Module):
     """T(X^T)^T (paper, section 2): half a layer, although elsewhere the name means the whole model.
 
-    T is any mlp over the last axis. It fixes n by the in_features of its first nn.Linear; without
-    one it sees to that itself. Its last bias adds one number to all channels of a token: each later
-    LayerNorm takes that out again, so its gradient is rounding noise.
+    T is any mlp over the last axis; n is the in_features of its first nn.Linear, or what an mlp
+    without one (the TokenMLPs below) takes. T's last bias adds one number to all channels of a
+    token: each later LayerNorm takes that out again, so its gradient is rounding noise.
     """
 
     def __init__(self, mlp):
@@ -82,7 +82,7 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x, mask=None):
         """x (B, n, d) -> (B, n, d); mask as in SelfAttention, refused by a Mixer."""
-        h = self.norm1(x)  # called like nn.MultiheadAttention, so that either fits:
+        h = self.norm1(x)  # as query, key and value: a Mixer is called like attention
         x = x + self.drop_path(self.dropout(self.token_mixer(h, h, h, mask)))
         return x + self.drop_path(self.dropout(self.feed_forward(self.norm2(x))))
 

@@ -220,7 +220,7 @@ MODES = ("resume", "init_from", "eval", "sample", "fill", "predict")
 FIXED = ("model", "toeplitz", "positions", "seq_len", "d_model", "d_ffn", "n_layers", "n_heads",
          "d_attn", "d_token", "image_size", "patch_size", "in_channels", "eps")
 FIXED_ON_RESUME = ("preset", "seed", "optimizer", "l2", "mask_prob", "dropout", "drop_path",
-                   "dataset", "recipe", "body_rate", "mean", "std")
+                   "dataset", "recipe", "body_rate", "mean", "std", "replacement")
 # Flags that nothing would read: which, under which settings, why. A preset may set them.
 IDLE = [
     ("min_lr", lambda s: s.schedule in ("noam", "constant"), "linear and cosine alone end at it"),

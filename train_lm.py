@@ -19,8 +19,8 @@ from gmlp import GMLPLanguageModel
 from mixer import EncoderLanguageModel
 
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/mixer"
-# is what changes with that preset and model: all models have equal parameters (5 %), but not in the
-# copies of published set-ups.
+# is what changes with that preset and model, so that all models have equal parameters (5 %), but
+# not in `nanogpt` and `classic`, which copy others.
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="auto",
@@ -116,8 +116,8 @@ def evaluate(model, ids, s):
 
 def prompt_of(s, vocabulary):
     """--prompt as ids (n,); by default a line break, or else the first of the vocabulary."""
-    prompt = s.prompt if s.prompt is not None else "\n" if "\n" in vocabulary else vocabulary[:1]
-    return common.typed(prompt, vocabulary, "--prompt")
+    default = "\n" if "\n" in vocabulary else vocabulary[:1]
+    return common.typed(default if s.prompt is None else s.prompt, vocabulary, "--prompt")
 
 
 def write(model, prompt, vocabulary, s):
@@ -168,7 +168,7 @@ def main(argv=()):
             run.update()
             if run.evaluation_due():
                 with run.paused():
-                    run.figures = dict(val_loss=evaluate(model, corpus.val_ids, s))
+                    run.figures = dict(val_loss=evaluate(model, corpus.val_ids, s))  # saved next
 
         print()
         sample = write(model, prompt, corpus.vocabulary, s)

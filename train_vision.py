@@ -44,8 +44,8 @@ FINE_TUNING = dict(  # eps is that of timm's weights
     eval_interval=40, log_interval=4, optimizer="adamw", schedule="cosine", learning_rate=1e-3,
     body_rate=0.1, warmup_iters=12, beta2=0.999, weight_decay=0.05)
 # Every knob of a training run. `laptop` is whole, the others list what they change. "laptop/vit"
-# is what changes with that preset and model: all models have equal parameters (5 %), but not in the
-# copies of published set-ups.
+# is what changes with that preset and model, so that all models have equal parameters (5 %), but
+# not in the copies of published set-ups.
 PRESETS = {
     "laptop": dict(
         model="gmlp", toeplitz=True, positions="auto", dataset="cifar10",
